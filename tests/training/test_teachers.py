@@ -20,10 +20,20 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.training.block_adapter import AdapterRecipe, train_block_adapter
 from anydecode.training.denoising import denoise
 from anydecode.training.distillation import Canvases, DistillationRecipe, block_halves, distil
+from anydecode.training.filters import train_filter
 from anydecode.training.objectives import masked_logits
 from anydecode.training.teachers import open_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS
-from diffusion_checkpoints import LLADA_NAMES, MASK, SIZES, Tiny, V, forward, write
+from diffusion_checkpoints import (
+    LLADA_NAMES,
+    MASK,
+    SIZES,
+    Tiny,
+    V,
+    forward,
+    softmax_router,
+    write,
+)
 
 #: The keys of LLaDA-8B's config that say something about the layers; two tokens have no text.
 LLADA: dict[str, Any] = {
@@ -83,8 +93,42 @@ NEMOTRON = {
     "model_type": "nemotron_labs_diffusion",
     "block_size": 4,
 }
+EXPERTS = {
+    **LAYERS,
+    "architectures": ["SDARMoeForCausalLM"],
+    "model_type": "sdar_moe",
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+LLADA_MOE = {
+    **LAYERS,
+    "architectures": ["LLaDAMoEModelLM"],
+    "model_type": "llada",
+    "dense_intermediate_size": 48,
+    "expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "qk_layernorm": True,
+}
+#: Queries that grow with the position, within the positions that are trained.
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.1,
+}
+NEMOTRON_NAMES = {
+    "embed": "encoder.embed_tokens",
+    "norm": "encoder.norm",
+    "head": "diffusion_head",
+    "layer": "encoder.layers.{}.",
+}
 #: Shifted logits, biases, norms of heads, blocks, both, a prompt that is one block, scaled rotary
-#: embeddings, and a head that is the embedding.
+#: embeddings, a head that is the embedding, experts, and a causal context that predicts the first
+#: position of a block.
 OTHERS = {
     "dream": Tiny(DREAM, shift=1, biases=True),
     "coda": Tiny(CODA, shift=1, qk_norm=True),
@@ -93,6 +137,13 @@ OTHERS = {
     "efficient-dlm": Tiny(EFFICIENT, block=4, has_prompt_block=True, qk_norm=True),
     "scaled": Tiny(SCALED, shift=1, biases=True, frequencies=FREQUENCIES / 2),
     "sdar-tied": Tiny({**SDAR, "tie_word_embeddings": True}, block=4, qk_norm=True),
+    "sdar-moe": Tiny(
+        EXPERTS, block=4, qk_norm=True, experts=4, router=softmax_router(2, normalise=True)
+    ),
+    "llada-moe": Tiny(
+        LLADA_MOE, qk_norm=True, experts=4, router=softmax_router(2, normalise=False)
+    ),
+    "nemotron": Tiny(NEMOTRON, block=4, has_causal_context=True, names=NEMOTRON_NAMES),
 }
 TINY = Tiny(LLADA, names=LLADA_NAMES, mask_text="<|mdm_mask|>")
 
@@ -173,13 +224,15 @@ def _logits(tiny: Tiny, folder: Path, tokens: torch.Tensor, masked: torch.Tensor
     """The logits of the masked positions of one text behind a prompt of `PROMPT` tokens, from the
     reference: each block follows the clean text of those before it."""
     weights, rows = load_file(folder / "model.safetensors"), []
-    size, origin = tiny.block or len(tokens), PROMPT if tiny.has_prompt_block else 0
+    size = tiny.block or len(tokens)
+    origin = PROMPT if tiny.has_prompt_block or tiny.has_causal_context else 0
     for position in masked.nonzero().flatten().tolist():
         first = position - (position - origin) % size
         canvas = tokens.clone()
         canvas[first:] = tokens[first:].masked_fill(masked[first:], MASK)
         logits = forward(tiny, weights, canvas[: first + size], PROMPT)
-        rows.append(logits[position - tiny.shift])
+        is_next = tiny.has_causal_context and position == first
+        rows.append(logits[position - (1 if is_next else tiny.shift)])
     return torch.stack(rows)
 
 
@@ -194,8 +247,12 @@ def test_masks_of_other_layers_are_predicted_as_published(other: tuple[Tiny, Pat
     predicted[0, 4] = predicted[1, 10] = False
     found = masked_logits(teacher.model, tokens, masked, teacher.special, predicted, PROMPT)
     wrong: dict[str, Any] = {"shift": 1 - tiny.shift, "block": None if tiny.block else 4}
-    if tiny.block:
+    if tiny.has_causal_context:
+        wrong = {"shift": 1, "block": 2, "has_causal_context": False}
+    elif tiny.block:
         wrong["has_prompt_block"] = not tiny.has_prompt_block
+    if tiny.experts:
+        wrong["router"] = softmax_router(2, normalise="llada" in tiny.config["model_type"])
     if tiny.frequencies is not None:
         wrong["frequencies"] = None
     for change in ({}, *({key: value} for key, value in wrong.items())):
@@ -212,6 +269,8 @@ def test_other_layers_denoise_as_in_the_engine(other: tuple[Tiny, Path]) -> None
     prompts = [[3, 4, 5, 6], [7, 8]]
     expected, _ = denoise(teacher.model, prompts, 9, 1.1, teacher.special)
     decoder = "sdar:remasking=static" if tiny.block else "llada:block=0"
+    if tiny.has_causal_context:
+        decoder = "fast-dllm-v2:sub_block=4,threshold=1"
     with LLM(folder, dtype="float32", threads=1) as llm:
         found = llm.generate(prompts, decoder=decoder, max_tokens=9, ignore_eos=True)
     assert [answer.tokens for answer in found] == expected
@@ -283,8 +342,23 @@ def test_models_whose_rows_are_not_trained_are_refused(tmp_path: Path) -> None:
         distil(tmp_path / "sdar", tmp_path / "new", DistillationRecipe("dparallel", block=3))
     for config, message in (
         ({**LAYERS, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "a causal one"),
-        (NEMOTRON, "seen in blocks or as a whole"),
+        ({**NEMOTRON, "rope_parameters": GROWING}, "this NemotronLabsDiffusionModel has others"),
+        ({**EXPERTS, "mlp_only_layers": [0]}, "alike in all layers"),
     ):
         write(Tiny(config), tmp_path / "no")
         with pytest.raises(CheckpointError, match=message):
             open_teacher(tmp_path / "no")
+
+
+@pytest.mark.one_in(2)
+def test_filters_are_trained_for_models_of_all_kinds(
+    other: tuple[Tiny, Path], tmp_path: Path
+) -> None:
+    tiny, folder = other
+    found = train_filter(folder, tmp_path / "f", prompts=12, canvas=8, epochs=3)
+    assert found["rows"] > 0 and 0 <= found["agreeing"] <= 1
+    with LLM(folder, threads=1) as llm:
+        for cache in ("none", "block") if tiny.block else ("none", "dual"):
+            decoder = f"learn2pd:filter={tmp_path / 'f'},cache={cache}"
+            answer = llm.generate([3, 4], decoder=decoder, max_tokens=6, ignore_eos=True)
+            assert 1 <= len(answer.tokens) <= 6

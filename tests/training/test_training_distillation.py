@@ -235,10 +235,11 @@ def test_a_filter_for_a_model_with_blocks_learns_from_its_blocks(tmp_path: Path)
         "tiny-blocks", tmp_path / "f", prompts=24, canvas=16, epochs=300, seed=1
     )
     assert found["precision"] >= found["agreeing"] > 0
-    decoder = f"learn2pd:cache=block,foresee_end=false,filter={tmp_path / 'f'}"
     with LLM("tiny-blocks", threads=1) as llm:
-        answer = llm.generate("copy Ada Ben:", decoder=decoder, max_tokens=16)
-        assert answer.text.strip() == "Ada Ben"
+        for options in ("", ",cache=block", ",foresee_end=false"):
+            decoder = f"learn2pd:filter={tmp_path / 'f'}{options}"
+            answer = llm.generate("copy Ada Ben:", decoder=decoder, max_tokens=32)
+            assert answer.text.strip() == "Ada Ben", options
 
 
 def test_filter_separates_high_from_low_confidence() -> None:

@@ -166,11 +166,13 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
 
 
 def llama_name(name: str) -> str:
-    """The name of a `Transformer` parameter in the layout of Llama, Qwen2 and Qwen3."""
+    """The name of a `Transformer` parameter in the layout of Llama, Qwen2, Qwen3 and Qwen3-MoE."""
     parts = name.removeprefix("transformer.").split(".")
     if parts[0] == "blocks":
         module = INNER_NAMES.get(parts[2]) or f"self_attn.{parts[2]}"
-        return f"model.layers.{parts[1]}.{module}.{parts[3]}"
+        if parts[2] in ("router", "experts"):
+            module = "mlp.gate" if parts[2] == "router" else f"mlp.{'.'.join(parts[2:-1])}"
+        return f"model.layers.{parts[1]}.{module}.{parts[-1]}"
     outer = {"wte": "model.embed_tokens", "ln_f": "model.norm", "ff_out": "lm_head"}
     return f"{outer[parts[0]]}.weight"
 

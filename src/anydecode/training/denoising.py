@@ -44,8 +44,15 @@ def denoise(
         first = start - (start - origin) % size
         for end in range(first + size, width + 1, size):
             seen = tokens[:, :end]
-            blocks = block_of(torch.arange(end), size, origin)
+            begin, rows = end - size, torch.arange(end)
+            blocks = block_of(rows, size, origin)
             visible = blocks[:, None] >= blocks if model.shape.block_size else None
+            if model.shape.has_causal_context:
+                visible = (rows[:, None] >= rows) | ((rows >= begin)[:, None] & (rows >= begin))
+            if model.shape.context_predicts_next:
+                passes += len(seen)
+                logits = model(seen[:, :begin], causal=True)[:, -1]
+                seen[:, begin] = without_mask(logits, special).argmax(-1)
             while (masked := seen == special.mask).any():
                 passes += int(masked.any(-1).sum())
                 logits = model(seen, visible=visible).roll(model.shape.logit_shift, 1)

@@ -304,7 +304,7 @@ def certainty(
     total = torch.zeros(())
     for part in canvases:
         shape = student.shape
-        from_start = shape.block_size is not None and not shape.has_prompt_block
+        from_start = shape.block_size is not None and not shape.starts_at_prompt_end
         for masked, learned in block_halves(part, recipe.block, generator, from_start=from_start):
             logits = masked_logits(student, part.tokens, masked, special, learned, part.start)
             target = part.tokens[learned]

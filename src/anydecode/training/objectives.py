@@ -119,14 +119,17 @@ def masked_logits(
     noised = tokens.masked_fill(masked, special.mask)
     if size is None:
         return without_mask(model(noised, output_rows=(row, column - shift)), special)
-    length, origin = tokens.shape[1], model.shape.block_origin(prompt)
+    shape = model.shape
+    length, origin = tokens.shape[1], shape.block_origin(prompt)
     positions = torch.arange(length).repeat(2)
-    visible = stream_mask(torch.arange(2).repeat_interleave(length), positions, size, origin)
+    streams = torch.arange(2).repeat_interleave(length)
+    visible = stream_mask(streams, positions, size, origin, shape.has_causal_context)
     # With shifted logits the clean text before a block predicts its first position.
-    is_clean = ((column - origin) % size == 0) & bool(shift)
+    is_first = (column - origin) % size == 0
+    is_clean = is_first & (bool(shift) or shape.context_predicts_next)
     logits = model(
         torch.cat([tokens, noised], 1),
-        output_rows=(row, column - shift + torch.where(is_clean, 0, length)),
+        output_rows=(row, torch.where(is_clean, column - 1, column - shift + length)),
         positions=positions,
         visible=visible,
     )

@@ -1,6 +1,7 @@
 """Diffusion models from their checkpoints, to be trained further: those with the layers of Llama,
-Qwen2 or Qwen3 whose rows see the whole canvas (LLaDA, Dream) or blocks (SDAR, Fast-dLLM v2,
-Efficient-DLM), also from adapters and `.gguf` files."""
+Qwen2, Qwen3 or Qwen3-MoE whose rows see the whole canvas (LLaDA, Dream, RND1) or blocks (SDAR,
+Fast-dLLM v2, Efficient-DLM), also behind a causal context (Nemotron-Labs-Diffusion), and from
+adapters and `.gguf` files."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from anydecode.models.files import read_json, untrusted
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.llada import is_llada
 from anydecode.models.opening import with_mask
-from anydecode.models.spec import ModelSpec
+from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.weight_training import has_only
 from anydecode.training.checkpoint import (
@@ -49,12 +50,21 @@ _SPEC_FIELDS = {
     "logit_shift",
     "block_size",
     "has_prompt_block",
+    "has_causal_context",
+    "context_predicts_next",
     "mask_token",
     "decoder",
     "expand_token",
 }
-_LAYER_FIELDS = {"attention", "rope", "qk_norm"}
+_LAYER_FIELDS = {"attention", "rope", "query_rope", "qk_norm", "num_experts", "routing"}
 _ATTENTION_FIELDS = {"num_heads", "num_kv_heads", "head_dim", "scale"}
+_ROUTING_FIELDS = {"experts_per_token", "normalise"}
+#: The first gate of the MLPs, or of the experts.
+_MLP = "transformer.blocks.0.ff_proj.weight"
+_EXPERT = "transformer.blocks.0.experts.0.gate_proj.weight"
+_BIAS = "transformer.blocks.0.q_proj.bias"
+#: Maximum number of positions of the trained network.
+_MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -83,25 +93,32 @@ def open_teacher(folder: Path) -> Teacher:
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{name}: training needs the model's tokenizer")
     tokenizer = with_mask(checkpoint.tokenizer, spec)
-    attention, rope = spec.layers[0].attention, spec.layers[0].rope
+    layer = spec.layers[0]
+    attention, rope, routing = layer.attention, layer.rope, layer.routing
     assert attention is not None and rope is not None, "checked above"
+    gate = _tensor(checkpoint, _EXPERT if layer.num_experts else _MLP)
     model = Transformer(
         Shape(
             vocab=spec.vocab_size,
             width=spec.hidden_size,
             layers=spec.num_layers,
             heads=attention.num_heads,
-            hidden=int(config["intermediate_size"]),
-            max_positions=min(spec.max_positions, 2048),
+            hidden=gate.out_features if isinstance(gate, Weight) else len(gate),
+            max_positions=min(spec.max_positions, _MAX_POSITIONS),
             norm_eps=spec.norm_eps,
             kv_heads=attention.num_kv_heads,
             head_size=attention.head_dim,
-            has_bias="model.layers.0.self_attn.q_proj.bias" in checkpoint.tensors,
-            has_head_norms=spec.layers[0].qk_norm == "head",
+            has_bias=_stored_name(checkpoint, _BIAS) in checkpoint.tensors,
+            has_head_norms=layer.qk_norm == "head",
             is_tied=bool_value(config, "tie_word_embeddings"),
             logit_shift=spec.logit_shift,
             block_size=spec.block_size,
             has_prompt_block=spec.has_prompt_block,
+            has_causal_context=spec.has_causal_context,
+            context_predicts_next=spec.context_predicts_next,
+            num_experts=layer.num_experts,
+            experts_per_token=0 if routing is None else routing.experts_per_token,
+            normalises_experts=routing is None or routing.normalise,
             frequencies=tuple(rope.frequencies.tolist()),
             rope_factor=rope.factor,
         )
@@ -112,27 +129,50 @@ def open_teacher(folder: Path) -> Teacher:
 
 def _check_layers(name: str, spec: ModelSpec) -> None:
     """Raise `CheckpointError` unless `Transformer` computes what the model does."""
+    if spec.time is not None or spec.has_canvas:
+        raise CheckpointError(
+            f"{name}: training does not support layers that read the time of the diffusion or its"
+            " last predictions"
+        )
     first = spec.layers[0]
     fits = has_only(spec, _SPEC_FIELDS) and all(
-        layer.attention is not None
-        and layer.rope is not None
-        and not layer.rope.growth
-        and 2 * len(layer.rope.frequencies) == layer.attention.head_dim
-        and np.array_equal(layer.rope.frequencies, first.rope.frequencies if first.rope else ())
-        and layer.attention == first.attention
-        and layer.attention.scale == layer.attention.head_dim**-0.5
-        and layer.qk_norm == first.qk_norm
-        and layer.qk_norm in (None, "head")
-        and has_only(layer, _LAYER_FIELDS)
-        and has_only(layer.attention, _ATTENTION_FIELDS)
-        for layer in spec.layers
+        _is_plain(layer) and _is_alike(layer, first) for layer in spec.layers
     )
     if not fits:
         raise CheckpointError(
-            f"{name}: training needs the layers of Llama, Qwen2 or Qwen3, alike in all layers, with"
-            " full attention, and a prompt that is seen in blocks or as a whole; this"
-            f" {spec.architecture} has others"
+            f"{name}: training needs the layers of Llama, Qwen2, Qwen3 or Qwen3-MoE, alike in all"
+            f" layers, with full attention; this {spec.architecture} has others"
         )
+
+
+def _is_alike(layer: LayerSpec, first: LayerSpec) -> bool:
+    """Whether two plain layers have the same shape and rotary embedding."""
+    assert layer.rope is not None and first.rope is not None
+    names = ("attention", "qk_norm", "num_experts", "routing")
+    return (
+        all(getattr(layer, name) == getattr(first, name) for name in names)
+        and layer.rope.factor == first.rope.factor
+        and np.array_equal(layer.rope.frequencies, first.rope.frequencies)
+    )
+
+
+def _is_plain(layer: LayerSpec) -> bool:
+    """Whether `Block` computes what the layer does, in the positions of the trained network."""
+    attention, rope, routing = layer.attention, layer.rope, layer.routing
+    if attention is None or rope is None or 2 * len(rope.frequencies) != attention.head_dim:
+        return False
+    query = layer.query_rope or rope
+    has_growth = bool(query.growth) and query.growth_period < _MAX_POSITIONS + query.growth_start
+    return (
+        not (rope.growth or has_growth)
+        and query.factor == rope.factor
+        and np.array_equal(query.frequencies, rope.frequencies)
+        and attention.scale == attention.head_dim**-0.5
+        and layer.qk_norm in (None, "head")
+        and (routing is None or has_only(routing, _ROUTING_FIELDS))
+        and has_only(layer, _LAYER_FIELDS)
+        and has_only(attention, _ATTENTION_FIELDS)
+    )
 
 
 def save_student(teacher: Teacher, weights: Mapping[str, torch.Tensor], out: Path) -> None:
@@ -162,24 +202,40 @@ def save_student(teacher: Teacher, weights: Mapping[str, torch.Tensor], out: Pat
         save_json(out / "config.json", changed)
     in_llada = is_llada(config)
     tensors = {
-        f"model.{name}" if in_llada else llama_name(name): weights[name].to(torch.bfloat16)
+        f"model.{name}" if in_llada else _stored_name(checkpoint, name): weights[name].bfloat16()
         for name in names
     }
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
 
 
+def _stored_name(checkpoint: Checkpoint, name: str) -> str:
+    """The name of a parameter among the tensors of the checkpoint."""
+    stored = llama_name(name)
+    if "diffusion_head.weight" not in checkpoint.tensors:
+        return stored
+    if stored == "lm_head.weight":
+        return "diffusion_head.weight"
+    return f"encoder.{stored.removeprefix('model.')}"  # Nemotron-Labs-Diffusion
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray | Weight:
+    """The stored tensor of a parameter."""
+    stored = _stored_name(checkpoint, name)
+    if stored not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.name}: the checkpoint has no tensor {stored!r}")
+    return checkpoint.tensors[stored]
+
+
 def _read_weights(checkpoint: Checkpoint, model: Transformer) -> None:
-    needed = {name: llama_name(name) for name, _ in model.named_parameters()}
+    needed = {_stored_name(checkpoint, name) for name, _ in model.named_parameters()}
     stored = {name for name in checkpoint.tensors if not name.endswith("rotary_emb.inv_freq")}
-    if others := sorted(stored - {*needed.values()}):
+    if others := sorted(stored - needed):
         raise CheckpointError(
-            f"{checkpoint.name}: training needs the layers of Llama, Qwen2 or Qwen3, which have no"
-            f" tensor {others[0]!r}"
+            f"{checkpoint.name}: training needs the layers of Llama, Qwen2, Qwen3 or Qwen3-MoE,"
+            f" which have no tensor {others[0]!r}"
         )
-    if missing := sorted({*needed.values()} - stored):
-        raise CheckpointError(f"{checkpoint.name}: the checkpoint has no tensor {missing[0]!r}")
     for name, parameter in model.named_parameters():
-        tensor = checkpoint.tensors[needed[name]]
+        tensor = _tensor(checkpoint, name)
         values = dequantize(tensor) if isinstance(tensor, Weight) else tensor
         parameter.data.copy_(torch.from_numpy(values.astype(np.float32)))
 

@@ -30,6 +30,12 @@ class Shape:
             from the first, and those before it (SDAR); None: rows see all positions.
         has_prompt_block: Whether the prompt is one block, and the others are counted from its end
             (Efficient-DLM).
+        has_causal_context: Whether what is before the block that is filled is causal, and blocks
+            are counted from the end of the prompt (Nemotron-Labs-Diffusion).
+        context_predicts_next: Whether the last row before a block predicts its first position.
+        num_experts: The number of experts of each layer, `hidden` wide; 0 for one MLP.
+        experts_per_token: How many of them a token has.
+        normalises_experts: Whether the weights of these are divided by their sum.
         frequencies: Of the rotary embedding, one per pair of dimensions of a head; None: powers of
             `rope_theta`.
         rope_factor: What the cosines and sines are multiplied by.
@@ -51,6 +57,11 @@ class Shape:
     logit_shift: int = 0
     block_size: int | None = None
     has_prompt_block: bool = False
+    has_causal_context: bool = False
+    context_predicts_next: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalises_experts: bool = True
     frequencies: tuple[float, ...] | None = None
     rope_factor: float = 1.0
 
@@ -59,9 +70,14 @@ class Shape:
         """Dimensions per head."""
         return self.head_size or self.width // self.heads
 
+    @property
+    def starts_at_prompt_end(self) -> bool:
+        """Whether blocks are counted from the end of the prompt."""
+        return self.has_prompt_block or self.has_causal_context
+
     def block_origin(self, prompt: int) -> int:
         """The position from which blocks are counted, behind a prompt of so many tokens."""
-        return prompt if self.has_prompt_block else 0
+        return prompt if self.starts_at_prompt_end else 0
 
 
 class Norm(nn.Module):
@@ -76,8 +92,22 @@ class Norm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight.to(x), self.eps)
 
 
+class Expert(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
 class Block(nn.Module):
-    """Attention and a gated MLP, each after a norm. `ff_proj` is the gate."""
+    """Attention and a gated MLP or experts, each after a norm. `ff_proj` is the gate of the MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -94,6 +124,14 @@ class Block(nn.Module):
             self.k_norm = Norm(shape.head_width, shape.norm_eps)
         self.attn_out = nn.Linear(queries, shape.width, bias=False)
         self.ff_norm = Norm(shape.width, shape.norm_eps)
+        self.experts_per_token = shape.experts_per_token
+        self.normalises_experts = shape.normalises_experts
+        if shape.num_experts:
+            self.router = nn.Linear(shape.width, shape.num_experts, bias=False)
+            self.experts = nn.ModuleList(
+                Expert(shape.width, shape.hidden) for _ in range(shape.num_experts)
+            )
+            return
         self.ff_proj = nn.Linear(shape.width, shape.hidden, bias=False)
         self.up_proj = nn.Linear(shape.width, shape.hidden, bias=False)
         self.ff_out = nn.Linear(shape.hidden, shape.width, bias=False)
@@ -149,12 +187,28 @@ class Block(nn.Module):
         return states
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to states behind the attention."""
+        """What the MLP or the experts add to states behind the attention."""
         normed = self.ff_norm(x)
+        if self.experts_per_token:
+            return self._mixture(normed)
         added: torch.Tensor = self.ff_out(
             functional.silu(self.ff_proj(normed)) * self.up_proj(normed)
         )
         return added
+
+    def _mixture(self, normed: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the outputs of each row's experts."""
+        rows = normed.flatten(0, -2)
+        best = self.router(rows).float().softmax(-1).topk(self.experts_per_token, -1)
+        weights = best.values
+        if self.normalises_experts:
+            weights = weights / weights.sum(-1, keepdim=True)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, choice = (best.indices == number).nonzero(as_tuple=True)
+            share = weights[row, choice, None].to(rows)
+            mixed = mixed.index_add(0, row, expert(rows[row]) * share)
+        return mixed.view_as(normed)
 
 
 class Transformer(nn.Module):
@@ -253,17 +307,24 @@ def block_of(positions: torch.Tensor, block: int, origin: int = 0) -> torch.Tens
 
 
 def stream_mask(
-    streams: torch.Tensor, positions: torch.Tensor, block: int, origin: int = 0
+    streams: torch.Tensor,
+    positions: torch.Tensor,
+    block: int,
+    origin: int = 0,
+    has_causal_context: bool = False,
 ) -> torch.Tensor:
     """bool `[rows, rows]`: which rows (columns) each row attends to, by stream (0: the clean text,
     else a masked copy) and position. A masked block attends to itself and to the clean blocks
-    before it; a clean block to the clean blocks up to itself. For `origin`, see `block_of`."""
+    before it; a clean block to the clean blocks up to itself, or its rows to those up to
+    themselves (`has_causal_context`). For `origin`, see `block_of`."""
     blocks = block_of(positions, block, origin)
     is_earlier, same_block = blocks[:, None] > blocks, blocks[:, None] == blocks
-    same_stream = streams[:, None] == streams
-    return torch.where(
-        streams == 0, is_earlier | (same_block & same_stream), same_block & same_stream
-    )
+    within = same_block & (streams[:, None] == streams)
+    clean = is_earlier | within
+    if has_causal_context:
+        is_clean = (streams == 0)[:, None]
+        clean = torch.where(is_clean, positions[:, None] >= positions, is_earlier)
+    return torch.where(streams == 0, clean, within)
 
 
 def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -3,19 +3,20 @@ before them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from anydecode import LLM, Regex
+from anydecode import LLM, JsonSchema, Regex
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.diffusion.blocks import WholeCanvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking, UnmaskPolicy
 from anydecode.errors import InvalidRequestError
-from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.models.scripted import MASK, ByteTokenizer, ScriptedModel
 
 PROMPT = [5, 6, 7]
 LENGTH = 8
@@ -85,3 +86,14 @@ def test_an_unknown_block_size_is_an_error(key: str) -> None:
             llm.generate([5, 6, 7], decoder=key, max_tokens=8)
         answer = llm.generate([5, 6, 7], decoder=f"{key}:block=4", max_tokens=8, ignore_eos=True)
     assert len(answer.tokens) == 8
+
+
+@pytest.mark.parametrize("decoder", ["llada:block=0", "p2", "wino"])
+def test_a_forced_completion_gives_way_to_fixed_tokens(decoder: str) -> None:
+    """The limit leaves room for the shortest text and one token more, which is on the canvas."""
+    template = [MASK, *b'"a":', MASK, *b" ", MASK, MASK]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    with bidirectional(dense(spread=5.0)) as llm:
+        options: dict[str, Any] = {"constraint": JsonSchema(schema), "max_tokens": len(template)}
+        answer = llm.generate([9, *template], decoder=decoder, seed=3, **options)
+    assert isinstance(json.loads(answer.text)["a"], int) and answer.text[6] == " "

@@ -17,6 +17,7 @@ from anydecode.certification.denoising import (
     bidirectional,
     dense,
     digests,
+    ending,
     naive,
     random_model,
     softmax,
@@ -524,11 +525,22 @@ def test_a_missing_mask_token_raises_an_error() -> None:
         assert len(generate(llm, Denoiser(mask=MASK)).tokens) == 12
 
 
-@pytest.mark.parametrize("decoder", ["prophet", Denoiser(FixedBlocks(), stop=PredictedEnd())])
-def test_stop_rules_that_need_all_masks_refuse_models_with_blocks(decoder: str | Denoiser) -> None:
+def test_stop_rules_that_need_all_masks_refuse_models_with_blocks() -> None:
     with bidirectional(dense(), block_size=4) as llm:
         with pytest.raises(UnsupportedCombinationError, match="one block at a time"):
-            llm.generate([1, 2, 3], decoder=decoder, max_tokens=12)
+            llm.generate([1, 2, 3], decoder="prophet", max_tokens=12)
+
+
+@pytest.mark.parametrize("cache", [NoCache, BlockCausalCache])
+def test_an_end_is_predicted_in_the_open_block_of_a_model_with_blocks(cache: Any) -> None:
+    """Ends are likely in the second block, which begins at position 8, and in all later ones."""
+    decoder = Denoiser(FixedBlocks(), cache=cache(), stop=PredictedEnd())
+    with bidirectional(ending(), block_size=8) as llm:
+        answer = llm.generate([5, 6, 7], decoder=decoder, max_tokens=37, trace=True)
+    lengths = [len(entry["canvas"]) for entry in answer.trace or ()]
+    assert lengths[:5] == [37] * 5 and len(lengths) > 5
+    assert all(6 <= length <= 13 for length in lengths[5:])
+    assert answer.finish_reason == "stop" and len(answer.tokens) == lengths[-1]
 
 
 def test_a_causal_model_raises_an_error() -> None:

@@ -58,7 +58,7 @@ def test_a_posterior_of_masks_is_that_of_masked_diffusion() -> None:
         ("uniform=1", "below 1"),
         ("steps=0", "steps is 0; allowed are 1 to 65536"),
         ("corrections=-1", "corrections is -1; allowed are 0 to 16384"),
-        ("cache=dual", "none, block"),
+        ("cache=window", "compute masks; it must be one of none, prefix, dual, vicinity, block"),
     ],
 )
 def test_wrong_parameters_raise_an_error(parameters: str, message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from safetensors.numpy import save_file
 from anydecode import LLM
 from anydecode.certification.denoising import bidirectional, dense
 from anydecode.decoders.diffusion import learn2pd
-from anydecode.decoders.diffusion.learn2pd import Filter, PredictedEnd
+from anydecode.decoders.diffusion.learn2pd import Filter, PredictedEnd, model_facts
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models.scripted import MASK
 from certificates import assert_certified, assert_rejected, ignore_parameter
 
 
@@ -57,6 +59,16 @@ def test_a_filter_of_another_model_is_refused() -> None:
         llm.generate([5, 6, 7], decoder="learn2pd", max_tokens=8)
     with LLM("tiny-diffusion", dtype="int8") as llm:  # the same model in another format
         assert llm.generate("sort Leo Ada:", decoder="learn2pd", max_tokens=16).text
+
+
+def test_a_filter_of_other_blocks_is_refused(tmp_path: Path) -> None:
+    with bidirectional(dense(), block_size=4) as llm:
+        path = written(tmp_path, {"model": model_facts(llm.model, MASK)}, {})
+        options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+        assert llm.generate([5, 6], decoder=f"learn2pd:filter={path}", **options).tokens
+        llm.model.spec = replace(llm.model.spec, block_size=8)
+        with pytest.raises(InvalidRequestError, match="for blocks of 4 .* model's have 8"):
+            llm.generate([5, 6], decoder=f"learn2pd:filter={path}", **options)
 
 
 FACTS = {"num_layers": 2, "vocab_size": 9, "mask_embedding": [0.5] * 4}

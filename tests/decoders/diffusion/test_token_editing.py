@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from anydecode.certification.oracles.diffusion.token_editing import drifting, ed
 from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.revising import RevisedBlocks
 from anydecode.decoders.diffusion.token_editing import TokenEditing
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from certificates import assert_certified, assert_rejected, ignore_parameter, replace_defaults
 
 
@@ -130,6 +131,15 @@ def test_revisited_blocks_survive_restarts(temperature: float) -> None:
     with random_model(block_size=4) as llm, Restarts(llm.engine, seed=1):
         together = llm.generate(prompts, decoder=decoder, seed=2, **options)
     assert [answer.tokens for answer in together] == alone
+
+
+def test_blocks_of_a_causal_context_are_not_revisited() -> None:
+    """Their rows see earlier positions only, so that they say nothing of their own tokens."""
+    with random_model(block_size=4) as llm:
+        llm.model.spec = replace(llm.model.spec, has_causal_context=True)
+        assert llm.generate([5], decoder="token-editing", max_tokens=6, ignore_eos=True).tokens
+        with pytest.raises(UnsupportedCombinationError, match="revisit needs a model whose"):
+            llm.generate([5], decoder="token-editing:revisit=1", max_tokens=6)
 
 
 def test_prompts_and_fixed_tokens_are_not_edited() -> None:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from anydecode import LLM
 from anydecode.errors import CheckpointError
@@ -104,8 +104,38 @@ TINY = Tiny(
 )
 
 
+#: Tensors of a vision-language checkpoint that are not of its language model.
+UNREAD = ("vision_tower.patch_conv", "multi_modal_projector.linear_1")
+AR = "nemotron_labs_diffusion_ar"
+
+
 def test_every_pass_equals_the_reference(tmp_path: Path) -> None:
     assert_decodes_as_published(TINY, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("nemotron_labs_diffusion_vlm", "NemotronLabsDiffusionVLMModel"),
+        ("ministral_dlm", "MinistralDiffEncoderModel"),
+    ],
+)
+def test_other_classes_of_the_same_layers_equal_the_reference(
+    model_type: str, name: str, tmp_path: Path
+) -> None:
+    """Also beside a vision tower, which is not read, and saved in the mode of next tokens."""
+    config = {**PUBLISHED, "model_type": model_type, "architectures": [name]}
+    config |= {"vision_config": {"model_type": "pixtral"}, "dlm_paradigm": "autoregressive"}
+    del config["auto_map"]
+    tiny = replace(TINY, config=config)
+    tensors = write(tiny, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights |= {f"{part}.weight": torch.ones(4, 4) for part in UNREAD}
+    save_file(weights, tmp_path / "model.safetensors")
+    passes = recorded(tmp_path, list(range(9)))
+    assert largest_difference(tiny, tensors, passes, 9) < 2e-4
+    with LLM(str(tmp_path), cache_positions=256, family=AR) as llm:
+        assert llm.model.spec.causal and llm.default_decoder == "auto"
 
 
 def test_blocks_behind_a_longer_prompt_equal_the_reference(tmp_path: Path) -> None:

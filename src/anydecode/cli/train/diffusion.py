@@ -113,8 +113,8 @@ def train_distilled(
     json: options.Json = False,
 ) -> None:
     """Distil a diffusion model into one that needs fewer passes (one with the layers of Llama,
-    Qwen2 or Qwen3, or an adapter of one), or one that this package trained into a draft model
-    (deer, specdiff-2).
+    Qwen2, Qwen3 or Qwen3-MoE, or an adapter of one), or one that this package trained into a draft
+    model (deer, specdiff-2).
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """

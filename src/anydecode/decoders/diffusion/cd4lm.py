@@ -51,7 +51,7 @@ class DelayedEndOfText(Confidence):
         deviations=(
             "if only ends of text are left to choose from, the leftmost is unmasked",
             "runs on any diffusion model; the paper's results need its distillation (DSCD), which"
-            " trains all weights of models with the layers of Llama, Qwen2 or Qwen3",
+            " trains all weights of models with the layers of Llama, Qwen2, Qwen3 or Qwen3-MoE",
         ),
         remote={
             "threshold": Range(0, 1),

@@ -20,7 +20,7 @@ import numpy as np
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.diffusion.blocks import BlockPolicy, WholeCanvas
 from anydecode.decoders.diffusion.caches import CachePolicy, NoCache
-from anydecode.decoders.diffusion.canvas import MASKED, Canvas
+from anydecode.decoders.diffusion.canvas import FIXED, MASKED, Canvas
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence, Ranking, best_first
 from anydecode.decoders.diffusion.stops import StopRule
@@ -458,7 +458,8 @@ class Denoiser(Decoder):
         for position in range(sequence.length, len(canvas)):
             token = int(canvas.tokens[position])
             if canvas.committed[position] != MASKED:
-                _check_fixed_token(state, position, token)
+                if canvas.committed[position] == FIXED:
+                    _check_fixed_token(state, position, token)
             elif (
                 has_changed
                 or position not in predictions
@@ -507,7 +508,10 @@ def _without_stateful_parts(sampler: Sampler) -> Sampler:
 def _check_fixed_token(sampler: Sampler, position: int, token: int) -> None:
     """Raise `ConstraintError` if the constraint forbids a token that is fixed on the canvas."""
     part = constraint_of(sampler)
-    mask = None if part is None else part.state.mask()
+    if part is None:
+        return
+    # A forced completion gives way to a token that is there already.
+    mask = (getattr(part.state, "unforced", None) or part.state).mask()
     if mask is None:
         return
     allowed = token < len(mask) and mask[token] if mask.dtype == np.bool_ else token in mask

@@ -12,7 +12,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import LargestBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions, RowStatistics
 from anydecode.decoders.diffusion.uniform import STATEFUL, UniformDenoiser
@@ -101,7 +101,7 @@ class EntropyBoundedRenoising(UniformDenoiser):
             "last_temperature": Range(0, 10),
             "stable": Range(0, 64),
             "block": Range(0, 4096),
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -127,7 +127,7 @@ def diffusion_gemma(
             and their mean entropy is below 0.005 nats.
         block: Positions per block (0: the whole canvas); the model's own blocks take its place, and
             a canvas may be shorter.
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
     """
     check_steps(steps)
@@ -136,7 +136,7 @@ def diffusion_gemma(
             "bound, first_temperature, last_temperature and stable must be 0 or more, not"
             f" {bound}, {first_temperature}, {last_temperature} and {stable}"
         )
-    policy = cache_named(cache, EXACT_CACHES)
+    policy = cache_named(cache, REVISING_CACHES)
     decoder = EntropyBoundedRenoising(LargestBlocks(block), cache=policy, mask=mask)
     decoder.steps, decoder.bound, decoder.stable = steps, bound, stable
     decoder.first_temperature, decoder.last_temperature = first_temperature, last_temperature

@@ -24,7 +24,7 @@ from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             "runs on any diffusion model; the paper's results need a distilled one, and the"
-            " distillation trains models with the layers of Llama, Qwen2 or Qwen3",
+            " distillation trains models with the layers of Llama, Qwen2, Qwen3 or Qwen3-MoE",
             "the distillation trains all weights, the paper's low-rank adapters",
         ),
         remote={

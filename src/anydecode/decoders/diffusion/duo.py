@@ -11,7 +11,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import FixedBlocks
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.posteriors import NoiseLevel, draw, posterior
 from anydecode.decoders.diffusion.predictions import Predictions
@@ -136,7 +136,7 @@ class Duo(UniformDenoiser):
             "first_temperature": Range(0, 10),
             "last_temperature": Range(0, 10),
             "block": Range(0, 4096),
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -168,7 +168,7 @@ def duo(
         last_temperature: That of the last step before the text is read out, and of this step; it
             changes evenly.
         block: Positions per block (0: the model's blocks, or the whole canvas).
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
     """
     if not 0 <= kappa <= 1:
@@ -187,7 +187,7 @@ def duo(
     if read_out_sigma and not read_out:
         raise InvalidRequestError("read_out_sigma needs read_out=true")
     check_steps(steps)
-    decoder = Duo(FixedBlocks(block), cache=cache_named(cache, EXACT_CACHES), mask=mask)
+    decoder = Duo(FixedBlocks(block), cache=cache_named(cache, REVISING_CACHES), mask=mask)
     decoder.steps, decoder.kappa, decoder.rho = steps, kappa, rho
     decoder.read_out, decoder.read_out_sigma = read_out, read_out_sigma
     if first_temperature is not None and last_temperature is not None:

@@ -61,7 +61,10 @@ def fast_dllm_v2(
     if not 0 <= threshold <= 1:
         raise InvalidRequestError(f"threshold must be between 0 and 1, not {threshold}")
     if cache not in CACHES:
-        raise InvalidRequestError(f"cache={cache!r} is unknown; it must be one of none, dual")
+        raise InvalidRequestError(
+            f"cache={cache!r} is unknown; finished blocks are cached always, and what is cached of"
+            " the open one must be one of none, dual"
+        )
     parts = SubBlocks(sub_block)
     rows = SubBlockCache(block, parts) if cache == "dual" else SeededCache(block)
     unmask = ThresholdOrSchedule(threshold, TopKUnmasking())

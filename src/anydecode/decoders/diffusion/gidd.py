@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.posteriors import (
     NoiseLevel,
@@ -184,7 +184,7 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
             "corrections": Range(0, 1024),
             "temperature": Range(0, 10),
             "block": Range(0, 4096),
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -207,7 +207,7 @@ def gidd(
             changes, or if the share of tokens that are the likeliest ones has not grown for 32.
         temperature: The temperature at which replacements are sampled.
         block: Positions per block (0: the model's blocks, or the whole canvas).
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if uniform is not None and not 0 <= uniform < 1:
@@ -218,7 +218,7 @@ def gidd(
             "corrections and temperature must be 0 or more, not"
             f" corrections={corrections}, temperature={temperature}"
         )
-    policy = cache_named(cache, EXACT_CACHES)
+    policy = cache_named(cache, REVISING_CACHES)
     decoder = Interpolating(RevisedBlocks(block), cache=policy, mask=mask)
     decoder.steps, decoder.uniform = steps, uniform
     decoder.corrections, decoder.temperature = corrections, temperature

@@ -35,6 +35,8 @@ _FACTS = ("num_layers", "vocab_size", "mask_embedding")
 #: The numbers of the mask's embedding that tell models of one shape apart, and how far those of
 #: one model in two formats may be apart, as a share of their norm.
 _NUM_NUMBERS, _TOLERANCE = 64, 0.1
+#: The caches whose passes can predict all masks.
+_WHOLE = ("none", "prefix", "elastic")
 
 
 class Filter:
@@ -116,13 +118,6 @@ class FilterUnmasking(UnmaskPolicy):
         self.filter = filter
         self.threshold = threshold
 
-    def on_block_opened(self, canvas: Canvas) -> None:
-        if canvas.block_size is not None and canvas.block_size > self.filter.size:
-            raise InvalidRequestError(
-                f"this filter is for blocks of {self.filter.size} positions, but the model's have"
-                f" {canvas.block_size}"
-            )
-
     def select(
         self, canvas: Canvas, predictions: Predictions, positions: np.ndarray, ranks: np.ndarray
     ) -> np.ndarray:
@@ -156,17 +151,30 @@ class FilterBlocks(FixedBlocks):
     def check_length(self, length: int) -> None:
         pass
 
+    def check_model(self, canvas: Canvas) -> None:
+        if canvas.block_size not in (None, self.size):
+            raise InvalidRequestError(
+                f"this filter is for blocks of {self.size} positions, but the model's have"
+                f" {canvas.block_size}"
+            )
+
 
 class PredictedEnd(EndOfText):
     """Cuts the canvas after a committed end of text, or else after a predicted one.
 
     An end of text is predicted where it is the most likely token of a mask that is not the first
     position of the answer. Of several the most probable one counts.
+
+    Args:
+        is_local: Whether only masks of the open block count, as in a model with blocks.
     """
 
-    needs_all_masks = True
+    def __init__(self, is_local: bool = False) -> None:
+        self.is_local = is_local
 
     def extra_positions(self, canvas: Canvas) -> np.ndarray:
+        if self.is_local or canvas.block_size:
+            return super().extra_positions(canvas)
         return canvas.masks
 
     def truncated_length(self, canvas: Canvas, predictions: Predictions) -> int | None:
@@ -201,6 +209,8 @@ class PredictedEnd(EndOfText):
             "the included filter is for tiny-diffusion; `anydecode train filter` makes those of"
             " other models",
             "the predicted end of text itself stays on the canvas",
+            "the end is predicted within the open block in models with blocks, and with caches that"
+            " do not compute what is behind it",
         ),
         remote={"threshold": Range(0, 1), "cache": CACHE_WORDS},
     )
@@ -218,13 +228,12 @@ def learn2pd(
         filter: The filter of this model, a safetensors file of `anydecode train filter` (default:
             the included one, for tiny-diffusion).
         threshold: Masks that are final with a probability above it are unmasked.
-        foresee_end: Cut the canvas where an end of text is predicted; must be false for a model
-            that has blocks, which predicts one of them at a time.
+        foresee_end: Cut the canvas where an end of text is predicted.
         cache: "none", "prefix", "dual", "vicinity", "window", "elastic" or, with a model that
             has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     loaded = load(SHIPPED if filter is None else Path(filter))
-    stop = PredictedEnd() if foresee_end else EndOfText()
+    stop = PredictedEnd(cache not in _WHOLE) if foresee_end else EndOfText()
     blocks, unmask = FilterBlocks(loaded.size), FilterUnmasking(loaded, threshold)
     return FilterDenoiser(blocks, Confidence(), unmask, cache_named(cache), stop, mask=mask)

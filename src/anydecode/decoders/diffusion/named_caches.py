@@ -33,15 +33,29 @@ EMBEDDED_CACHES = tuple(name for name in CACHES if name != "elastic")
 EMBEDDED_WORDS = Words(EMBEDDED_CACHES)
 #: The caches with which a pass can score several canvases at any time.
 DRAFT_CACHES = ("none", "prefix", "dual", "block")
-#: The caches that change no logits: for methods that revise tokens, or predict several blocks.
+#: The caches that change no logits: for methods that predict several blocks.
 EXACT_CACHES = ("none", "block")
 EXACT_WORDS = Words(EXACT_CACHES)
-
+#: The caches whose passes compute the whole open block: for methods that revise its tokens.
+REVISING_CACHES = ("none", "prefix", "dual", "vicinity", "block")
+REVISING_WORDS = Words(REVISING_CACHES)
 
 #: The caches of methods with blocks of equal size. "hierarchical" fills the blocks of a model in
 #: sub-blocks (Fast-dLLM v2): finished blocks are exact, the rows of the open one are older.
 BLOCKWISE_CACHES = (*CACHES, "hierarchical")
 BLOCKWISE_WORDS = Words(BLOCKWISE_CACHES)
+#: Why a method that takes some caches takes no others.
+_REASONS = {
+    EXACT_CACHES: "this method predicts several blocks in a pass, and passes of such a cache"
+    " compute one",
+    REVISING_CACHES: "this method also predicts tokens, to revise them, and passes of such a cache"
+    " compute masks",
+    DRAFT_CACHES: "a pass of this method scores several canvases, and a pass that refreshes such a"
+    " cache can score only one",
+    EMBEDDED_CACHES: "this method gives the model embeddings, and passes of such a cache read"
+    " tokens",
+}
+_NO_PARTS = "this method does not fill the blocks of a model in parts of equal size"
 #: Positions per sub-block, if none are given.
 _SUB_BLOCK = 8
 
@@ -68,10 +82,14 @@ def cache(name: str, allowed: tuple[str, ...] = CACHE_WORDS.words) -> CachePolic
     """The cache policy of a given name, one of `allowed`.
 
     Raises:
-        UnsupportedCombinationError: There is no such policy.
+        UnsupportedCombinationError: There is no such policy, or it is not allowed.
     """
-    if name not in allowed:
-        raise UnsupportedCombinationError(
-            f"cache={name!r} is unknown; it must be one of {', '.join(allowed)}"
-        )
-    return CACHES[name]()
+    if name in allowed:
+        return CACHES[name]()
+    why = _REASONS.get(allowed) if name in CACHES else None
+    if name == "hierarchical":
+        why = _NO_PARTS
+    verdict = f"does not work here, since {why}" if why else "is unknown"
+    raise UnsupportedCombinationError(
+        f"cache={name!r} {verdict}; it must be one of {', '.join(allowed)}"
+    )

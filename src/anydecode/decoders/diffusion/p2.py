@@ -15,7 +15,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import RANKING_WORDS, best_first, ranking
@@ -170,7 +170,7 @@ class PathPlanning(RevisingDenoiser):
             "remasking": RANKING_WORDS,
             "eta": Range(0, 100),
             "planner": Words(PLANNERS),
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -193,7 +193,7 @@ def p2(
             the larger, the more tokens are masked again; 0: none.
         planner: "self", or "draft": tokens are ranked by the confidence of the draft model, which
             must be bidirectional and have the model's vocabulary.
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     check_steps(steps)
@@ -205,7 +205,7 @@ def p2(
         raise InvalidRequestError(
             f"a planner ranks by confidence; remasking={remasking!r} needs planner=self"
         )
-    policy = cache_named(cache, EXACT_CACHES)
+    policy = cache_named(cache, REVISING_CACHES)
     decoder = PathPlanning(RevisedBlocks(block), ranking(remasking), cache=policy, mask=mask)
     decoder.steps, decoder.eta = steps, eta
     if planner == "draft":

@@ -8,7 +8,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
@@ -112,7 +112,7 @@ class Remasking(RevisingDenoiser):
             "eta": Range(0, 1),
             "steps": Range(1, 4096),
             "block": Range(0, 4096),
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -135,7 +135,7 @@ def remdm(
         eta: See `strategy` (default: the published value).
         steps: Denoising steps per block (default: one per mask). More steps revise more.
         block: Positions per block (0: the model's blocks, or the whole canvas).
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     if strategy not in ETAS:
@@ -145,7 +145,7 @@ def remdm(
     if eta is not None and not 0 <= eta <= 1:
         raise InvalidRequestError(f"eta must be between 0 and 1, not {eta}")
     check_steps(steps)
-    policy = cache_named(cache, EXACT_CACHES)
+    policy = cache_named(cache, REVISING_CACHES)
     decoder = Remasking(RevisedBlocks(block), cache=policy, mask=mask)
     decoder.strategy, decoder.steps = strategy, steps
     decoder.eta = ETAS[strategy] if eta is None else eta

@@ -10,7 +10,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
-from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import REVISING_CACHES, REVISING_WORDS
 from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.revising import STATEFUL, RevisedBlocks, RevisingDenoiser
@@ -36,7 +36,7 @@ class SelfReflection(RevisingDenoiser):
             raise InvalidRequestError(f"rank={rank!r} is unknown; it must be confidence or logit")
         self.rank = rank
         self.schedule = TopKUnmasking(steps)
-        policy = cache_named(cache, EXACT_CACHES)
+        policy = cache_named(cache, REVISING_CACHES)
         super().__init__(RevisedBlocks(block), unmask=self.schedule, cache=policy, mask=mask)
 
     def prepare(self, sequence: Sequence) -> None:
@@ -109,7 +109,7 @@ class SelfReflection(RevisingDenoiser):
             "steps": Range(1, 4096),
             "block": Range(0, 4096),
             "rank": RANKS,
-            "cache": EXACT_WORDS,
+            "cache": REVISING_WORDS,
         },
     )
 )
@@ -127,7 +127,7 @@ def remedi(
         block: Positions per block (0: the whole canvas; default: the model's own, or up to 32).
         rank: What tokens are ranked by: "confidence", for models with a second stream (RemeDi's),
             or "logit" (default: the first where the model has it).
-        cache: "none", or "block" with a model that has blocks.
+        cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     return SelfReflection(steps, block, rank, cache, mask)

@@ -23,7 +23,7 @@ from anydecode.decoders.diffusion.revising import (
     RevisingDenoiser,
 )
 from anydecode.decoders.diffusion.unmasking import ThresholdOrSchedule, TopKUnmasking
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
@@ -42,6 +42,14 @@ class TokenEditing(RevisingDenoiser):
     edit = 0.9
     max_post_steps = 16
     revisit = 0
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        if self.revisit and sequence.kv_cache().pool.model.spec.has_causal_context:
+            raise UnsupportedCombinationError(
+                "revisit needs a model whose finished blocks are seen as they were filled; before"
+                " the open block, rows of this model see earlier positions only"
+            )
 
     def emitted_stop(self, canvas: Canvas) -> int:
         stop = super().emitted_stop(canvas)
@@ -142,7 +150,8 @@ def token_editing(
         edit: Tokens are replaced by another one with more confidence than this.
         max_post_steps: The largest number of steps of a block that holds no mask.
         revisit: How many finished blocks are edited together with the next one (multi-block
-            editing). They are computed in every step, and streamed that much later.
+            editing). They are computed in every step, and streamed that much later. Not for models
+            with a causal context.
         mask: The mask token (default: the tokenizer's).
     """
     for name, value in (("threshold", threshold), ("edit", edit)):

@@ -1,5 +1,7 @@
 """Nemotron-Labs-Diffusion 3B and 8B: the layers of Ministral 3, trained to fill blocks behind a
 causal context and to predict the next token, which is how the first token of a block is found.
+Of the vision-language checkpoint the language model is read. Older ones have the classes
+`MinistralDiffEncoderModel` and `MinistralDLMConfig`.
 
 The same weights open as a causal model with `family="nemotron_labs_diffusion_ar"`, or where the
 config has the class `NemotronLabsDiffusionForCausalLM`.
@@ -16,13 +18,16 @@ from anydecode.models.families.values import Config
 from anydecode.models.limits import refusal
 
 _CAUSAL = "NemotronLabsDiffusionForCausalLM"
+_MODEL_TYPES = ("nemotron_labs_diffusion_vlm", "ministral_dlm")
+#: Values of `dlm_paradigm` that name a mode of the same weights; the others are of their training.
+_PARADIGMS = (None, "bidirectional", "autoregressive")
 
 
 def _checked(config: Config) -> dict[str, Any]:
-    """Refuse models that were trained in another way."""
+    """Refuse models that were saved in a mode of the training."""
     paradigm = config.get("dlm_paradigm")
-    if paradigm not in (None, "bidirectional"):
-        raise refusal("dlm_paradigm", paradigm, "'bidirectional'")
+    if paradigm not in _PARADIGMS:
+        raise refusal("dlm_paradigm", paradigm, "'bidirectional' or 'autoregressive'")
     return {"sliding_window": None}
 
 
@@ -30,8 +35,11 @@ FAMILIES = {
     "nemotron_labs_diffusion": diffusion_family(
         "ministral3",
         "NemotronLabsDiffusionModel",
+        "NemotronLabsDiffusionVLMModel",
+        "MinistralDiffEncoderModel",
+        model_types=_MODEL_TYPES,
         denoising=Denoising(
-            "Nemotron-Labs-Diffusion 3B, 8B",
+            "Nemotron-Labs-Diffusion 3B, 8B, 14B, VLM (text)",
             context="causal",
             context_predicts_next=True,
             block_size="block_size",
@@ -44,7 +52,7 @@ FAMILIES = {
     "nemotron_labs_diffusion_ar": family_like(
         "ministral3",
         _CAUSAL,
-        model_types=("nemotron_labs_diffusion",),
+        model_types=("nemotron_labs_diffusion", *_MODEL_TYPES),
         is_own=lambda config: _CAUSAL in class_names(config),
         derived=_checked,
     ),
