@@ -356,7 +356,8 @@ def shared_size(config: Config, moe: MixtureOfExperts) -> int:
 def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
     scoring, method = config.get("scoring_func"), value_or(config, "topk_method", moe.methods[0])
     if scoring not in (None, moe.scoring):
-        raise refusal("scoring_func", scoring, repr(moe.scoring))
+        key = "score_function" if "score_function" in config else "scoring_func"
+        raise refusal(key, scoring, repr(moe.scoring))
     if method not in moe.methods:
         raise refusal("topk_method", method, f"one of {moe.methods}")
     block_experts = None
