@@ -168,7 +168,7 @@ def test_a_wrong_key_changes_the_logits(
     [
         ("first", {"norm_head": True}, "norm_head=true is not supported in a bailing_moe config"),
         ("second", {"use_qkv_bias": True}, "use_qkv_bias=true is not supported"),
-        ("second", {"score_function": "softmax"}, "scoring_func is 'softmax'"),
+        ("second", {"score_function": "softmax"}, "score_function is 'softmax'"),
         ("second", {"architectures": ["BailingMoeV3ForCausalLM"]}, "BailingMoeV3ForCausalLM"),
     ],
 )
