@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,13 +236,23 @@ def write_gguf(
         if family.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         kind = gguf.GGMLQuantizationType[format if tensor.ndim == 2 else "F32"]
-        writer.add_tensor(target, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+        encode = one_bit if kind.name == "Q1_0" else partial(gguf.quants.quantize, qtype=kind)
+        writer.add_tensor(target, encode(tensor), raw_dtype=kind)
     for module, factor in (factors or {}).items():
         for layer in range(sizes["num_hidden_layers"]):
             for leaf in ("scale", "input_scale"):
                 values = np.atleast_1d(np.asarray(factor, np.float32))
                 writer.add_tensor(f"blk.{layer}.{module}.{leaf}", values)
     finish(writer)
+
+
+def one_bit(matrix: np.ndarray) -> np.ndarray:
+    """A matrix in Q1_0, which the package `gguf` does not write: the mean magnitude of 128 numbers,
+    and their signs."""
+    blocks = matrix.reshape(-1, 128)
+    scales = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).view(np.uint8)
+    signs = np.packbits(blocks >= 0, axis=1, bitorder="little")
+    return np.concatenate((scales, signs), 1).reshape(len(matrix), -1)
 
 
 def plain(tensor: np.ndarray | Weight) -> np.ndarray:
@@ -338,5 +349,8 @@ GPTQ_CASES = [
     (4, False, False, "Q4_1"),
     (8, True, False, "Q8_0"),
     (8, False, False, "F16"),
-    (4, True, True, "F16"),
+    (4, True, True, "Q4_0"),
+    (4, False, True, "Q4_1"),
+    (8, True, True, "Q8_0"),
+    (8, False, True, "F16"),
 ]

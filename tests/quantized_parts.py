@@ -1,7 +1,8 @@
 """The tensors with which tools store a quantised matrix, in numpy, and the numbers that they mean.
 
 Every function takes a float32 matrix `[out, in]` and returns the tensors of a module by their names
-in it, and the dequantised matrix. Each was compared with what the tool itself writes.
+in it, and the dequantised matrix. Those of bitsandbytes, HQQ, compressed-tensors, ModelOpt and
+torchao were compared with what the tool itself writes.
 """
 
 from __future__ import annotations
@@ -183,6 +184,92 @@ def fp8(matrix: np.ndarray, kind: str = "tensor", dtype: Any = np.float32) -> Pa
     return {"weight": numbers, "weight_scale": scales}, numbers.astype(np.float32) * factors
 
 
+def fp8_of_transformers(
+    matrix: np.ndarray, kind: str = "tensor", name: str = "weight_scale_inv", dtype: Any = bfloat16
+) -> Parts:
+    """Under the names of DeepSeek and Mistral (`weight_scale_inv`) or AutoFP8 and fbgemm
+    (`weight_scale`), with the scales of activations that stand beside them."""
+    parts, values = fp8(matrix, kind, dtype)
+    static = {"activation_scale": np.array(0.5, bfloat16), "input_scale": np.ones(1, np.float32)}
+    return {"weight": parts["weight"], name: parts["weight_scale"], **static}, values
+
+
+def mxfp8(matrix: np.ndarray) -> Parts:
+    largest = np.abs(matrix.reshape(len(matrix), -1, 32)).max(-1)
+    exponents = np.ceil(np.log2(largest / 448)).astype(np.int16)
+    factors = np.repeat(2.0**exponents, 32, 1).astype(np.float32)
+    numbers = (matrix / factors).astype(float8_e4m3fn)
+    parts = {"weight": numbers, "weight_scale": (exponents + 127).astype(np.uint8)}
+    return parts, numbers.astype(np.float32) * factors
+
+
+def _asymmetric(
+    matrix: np.ndarray, bits: int, groups: np.ndarray, is_symmetric: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes `[out, in]`, scales and zero points `[out, groups]` from 1 on, and the products."""
+    top, count = (1 << bits) - 1, int(groups.max()) + 1
+    low, high = (
+        np.stack([f(matrix[:, groups == g], 1) for g in range(count)], 1) for f in (np.min, np.max)
+    )
+    if is_symmetric:
+        scales = (np.maximum(-low, high) * 2 / top).astype(np.float16)
+        zeros = np.full(scales.shape, 1 << (bits - 1))
+    else:
+        scales = ((high - low) / top).astype(np.float16)
+        zeros = np.rint(-low / scales.astype(np.float32)).clip(1, top).astype(np.int64)
+    factor = scales.astype(np.float32)[:, groups]
+    codes = np.rint(matrix / factor + zeros[:, groups]).clip(0, top).astype(np.int64)
+    return codes, scales, zeros, (codes - zeros[:, groups]).astype(np.float32) * factor
+
+
+def gptq(
+    matrix: np.ndarray,
+    bits: int = 4,
+    group: int = 64,
+    is_symmetric: bool = False,
+    has_order: bool = False,
+    offset: int = 1,
+) -> Parts:
+    """`offset` is what version 1 of the format subtracts from zero points."""
+    groups = np.arange(matrix.shape[1]) // group
+    if has_order:
+        groups = groups[np.random.default_rng(1).permutation(len(groups))]
+    codes, scales, zeros, values = _asymmetric(matrix, bits, groups, is_symmetric)
+    parts = {
+        "qweight": np.ascontiguousarray(pack_stream(codes, bits).T),
+        "qzeros": pack_stream(zeros.T - offset, bits),
+        "scales": np.ascontiguousarray(scales.T),
+        "g_idx": groups.astype(np.int32),
+    }
+    return parts, values
+
+
+def awq(matrix: np.ndarray, bits: int = 4, group: int = 64) -> Parts:
+    """The layout gemm: eight outputs per word, the even ones first."""
+    groups = np.arange(matrix.shape[1]) // group
+    codes, scales, zeros, values = _asymmetric(matrix, bits, groups, False)
+
+    def packed(rows: np.ndarray) -> np.ndarray:
+        order = np.arange(rows.shape[1]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return pack_stream(rows[:, order.ravel()], bits)
+
+    parts = {"qweight": packed(codes.T), "qzeros": packed(zeros.T)}
+    return {**parts, "scales": np.ascontiguousarray(scales.T)}, values
+
+
+def awq_gemv(matrix: np.ndarray, bits: int = 4, group: int = 64) -> Parts:
+    """The layout gemv: inputs and groups in order, padded to two words of groups."""
+    groups = np.arange(matrix.shape[1]) // group
+    codes, scales, zeros, values = _asymmetric(matrix, bits, groups, False)
+    missing = ((0, 0), (0, 16 - scales.shape[1]))
+    parts = {
+        "qweight": pack_stream(codes, bits),
+        "qzeros": pack_stream(np.pad(zeros, missing), bits),
+        "scales": np.pad(scales, missing),
+    }
+    return parts, values
+
+
 def _fp4(matrix: np.ndarray, factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     numbers = (matrix / factors).astype(float4_e2m1fn)
     codes = numbers.view(np.uint8) & 15
@@ -242,6 +329,11 @@ def compressed(format: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
+ACT_ORDER = {**GPTQ, "desc_act": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 HQQ = {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}
 PACKED, INT8 = compressed("pack-quantized"), compressed("int-quantized")
@@ -267,7 +359,7 @@ CASES = {
     "hqq 1 bit": Case(hqq, {"bits": 1, "group": 16, "dtype": "float32"}, HQQ, "F32"),
     "packed int4": Case(pack_quantized, {}, PACKED, "Q4_0"),
     "packed int4, zero points": Case(pack_quantized, {"is_symmetric": False}, PACKED, "Q5_0"),
-    "packed int4, order": Case(pack_quantized, {"has_order": True}, PACKED, "BF16"),
+    "packed int4, order": Case(pack_quantized, {"has_order": True}, PACKED, "Q4_0"),
     "packed int4, float32 scales": Case(pack_quantized, F32, PACKED, "F32"),
     "packed int3": Case(pack_quantized, {"bits": 3}, PACKED, "Q4_0"),
     "packed int8": Case(pack_quantized, {"bits": 8}, PACKED, "Q8_0"),
@@ -296,4 +388,49 @@ CASES = {
     "torchao int8": Case(torchao_int8, {}, TORCHAO, "Q8_0"),
     "torchao int4": Case(torchao_int8, {"bits": 4, "group": 32}, TORCHAO, "Q5_0"),
     "torchao fp8": Case(torchao_fp8, {}, TORCHAO, "BF16"),
+    "fp8, old blocks": Case(
+        fp8, {"kind": "block"}, compressed("float-quantized", block_structure="128x128"), "F32"
+    ),
+    "mxfp8": Case(mxfp8, {}, compressed("mxfp8-quantized"), "BF16"),
+    "fp8 of Mistral": Case(fp8_of_transformers, {}, {**FP8, "weight_block_size": None}, "BF16"),
+    "fp8 of Qwen3": Case(
+        fp8_of_transformers, {"kind": "block"}, {**FP8, "weight_block_size": [128, 128]}, "BF16"
+    ),
+    "fp8 of AutoFP8": Case(fp8_of_transformers, {"name": "weight_scale", **F32}, FP8, "BF16"),
+    "fbgemm fp8": Case(
+        fp8_of_transformers,
+        {"kind": "channel", "name": "weight_scale", **F32},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        "BF16",
+    ),
+    "gptq": Case(gptq, {"bits": 4}, GPTQ, "Q4_1"),
+    "gptq, order": Case(gptq, {"bits": 4, "has_order": True}, ACT_ORDER, "Q4_1"),
+    "gptq, order, symmetric": Case(
+        gptq, {"has_order": True, "is_symmetric": True}, ACT_ORDER, "Q4_0"
+    ),
+    "gptq 8 bits, order": Case(
+        gptq, {"bits": 8, "has_order": True, "is_symmetric": True}, {**ACT_ORDER, "bits": 8}, "Q8_0"
+    ),
+    "gptq 3 bits": Case(gptq, {"bits": 3}, {**GPTQ, "bits": 3}, "Q4_0"),
+    "gptq 3 bits, order": Case(gptq, {"bits": 3, "has_order": True}, {**GPTQ, "bits": 3}, "Q4_0"),
+    "gptq 2 bits, version 2": Case(
+        gptq,
+        {"bits": 2, "offset": 0},
+        {**GPTQ, "bits": 2, "checkpoint_format": "gptq_v2"},
+        "Q4_0",
+    ),
+    "gptq, other bits than the settings": Case(
+        gptq, {"bits": 8, "is_symmetric": True}, {**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "Q8_0"
+    ),
+    "awq": Case(awq, {"bits": 4}, AWQ, "Q4_1"),
+    "awq gemv": Case(awq_gemv, {"bits": 4}, {**AWQ, "version": "gemv"}, "Q4_1"),
+    "auto-round": Case(
+        gptq,
+        {"is_symmetric": True},
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"},
+        "Q4_0",
+    ),
+    "auto-round awq": Case(
+        awq, {"bits": 4}, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, "Q4_1"
+    ),
 }

@@ -12,12 +12,13 @@ import pytest
 
 from anydecode import LLM
 from anydecode.benchmarks import shapes
-from anydecode.benchmarks.divergence import divergences
+from anydecode.benchmarks.divergence import divergences, loss
 from anydecode.cli.bench import run_bench
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
+from anydecode.quantization.gguf import quantize_file
 
 needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
 
@@ -99,6 +100,36 @@ def test_divergence_is_zero_for_the_reference_and_small_for_the_kernels(
     assert (divergences(rows, rows[:, ::-1]) > 0.01).all()
 
 
+@needs_kernels
+def test_formats_of_weights_and_caches_are_compared_with_another_file(tmp_path: Path) -> None:
+    """Coarser formats diverge more; the reference may be the file from which they were made."""
+    source, coarse = tmp_path / "source.gguf", tmp_path / "coarse.gguf"
+    shapes.write(source, shapes.SHAPES["tiny"], "Q8_0")
+    quantize_file(source, coarse, "q4_0")
+    common = ["--tokens", "24", "--window", "8", "--threads", "1", "--reference", str(source)]
+    means = {}
+    for path in (source, coarse):
+        arguments = ["--model", str(path), *common, "--caches", "float32,int4"]
+        result = report("divergence", arguments, tmp_path / "divergence.json")
+        assert result["reference"] == "source.gguf" and result["model"] == path.name
+        assert [name.rpartition(", ")[2] for name in result["engines"]] == [
+            "float32 cache",
+            "int4 cache",
+        ]
+        means[path.name] = [engine["mean"] for engine in result["engines"].values()]
+        assert all(engine["loss"] > 0 for engine in result["engines"].values())
+    assert means["source.gguf"][0] < means["source.gguf"][1]
+    assert means["source.gguf"][0] < means["coarse.gguf"][0]
+
+
+def test_the_loss_is_that_of_the_next_tokens() -> None:
+    """The last row of a window predicts nothing."""
+    logits = np.log(np.array([[1, 2, 5], [6, 1, 1], [1, 1, 6], [2, 1, 1]], np.float32))
+    expected = -(np.log(5 / 8) + np.log(1 / 8)) / 2
+    assert loss(logits, [[0, 2, 1], [1]]) == pytest.approx(expected)
+    assert np.isnan(loss(logits[:1], [[0]]))
+
+
 def test_a_failing_baseline_is_named_in_one_line(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--tokens", "8", "--baseline"]
     with pytest.raises(InvalidRequestError, match="--baseline missing cannot be run"):
@@ -149,3 +180,5 @@ def test_wrong_options_are_refused_in_one_line(
 def test_an_unknown_cache_format_is_refused(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--cache 'int7' is not a format"):
         run_bench("kernels", ["--model", str(model), "--cache", "int7"])
+    with pytest.raises(InvalidRequestError, match="--caches int3: choose from float32"):
+        run_bench("divergence", ["--model", str(model), "--caches", "int3"])

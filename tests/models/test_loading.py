@@ -365,6 +365,19 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
+def test_a_missing_shard_is_named_without_an_index(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file(
+            {f"t{number}": np.zeros(2)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="model-00002-of-00003.safetensors is missing") as one:
+        load_checkpoint(tmp_path)
+    assert "\n" not in str(one.value)
+    save_file({"t2": np.ones(2)}, tmp_path / "model-00002-of-00003.safetensors")
+    assert set(load_checkpoint(tmp_path).tensors) == {"t1", "t2", "t3"}
+
+
 def test_errors_of_broken_folders(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", {"a": np.ones((64, 64))})
     file = folder / "model.safetensors"
@@ -479,9 +492,23 @@ def test_awq(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"quant_method": "eetq"}, "'eetq' are not supported"),
-        ({"quant_method": "fp8"}, "FP8 of format 'e4m3' with weight_block_size None"),
-        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv layout"),
+        (
+            {"quant_method": "fp8", "fmt": "e5m2"},
+            "FP8 of format 'e5m2' with weight_block_size None",
+        ),
+        ({"quant_method": "gptq", "bits": 5}, "5 bits"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format 'marlin' is not supported; supported are gptq and gptq_v2",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "format 'marlin'"),
+        ({"quant_method": "awq", "bits": 3}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "marlin layout"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "group_size is None"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"},
+            "packing_format 'auto_round:fp8' is not supported; supported are auto_round:auto_gptq",
+        ),
     ],
 )
 def test_unsupported_quantisations_are_rejected(

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from anydecode.benchmarks import shapes
+from anydecode.kernels.formats import dequantize
 from anydecode.kernels.grids import GRID_FORMATS
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
+from gguf_models import SIZES, make_tensors, write_gguf
 from tiny_models import built, chain, logits
 
 FORMATS = ("NVFP4", "TQ1_0", "TQ2_0", *GRID_FORMATS)
@@ -39,3 +41,30 @@ def test_logits_are_those_of_the_dequantised_model(format: str, tmp_path: Path) 
     parts = [(0, 25), (25, 39), (39, 40)]
     steps = [logits(model, chain(TEXT[a:b], a), cache) for a, b in parts]
     assert np.array_equal(np.concatenate(steps), together)
+
+
+def test_one_bit_weights_become_four_bits_without_loss(tmp_path: Path) -> None:
+    """Rejects swapped signs, and scales of other blocks."""
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    random = np.random.default_rng(3)
+    widths = {name: tensor.shape for name, tensor in make_tensors("llama").items()}
+    larger = {64: 256, 32: 128, 96: 384, 40: 40}
+    tensors = {
+        name: random.standard_normal([larger[size] for size in shape]).astype(np.float32)
+        for name, shape in widths.items()
+    }
+    write_gguf(tmp_path / "m.gguf", "llama", tensors, "Q1_0", sizes)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            blocks = tensor.reshape(-1, 128)
+            scale = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).astype(np.float32)
+            tensors[name] = np.where(blocks >= 0, scale, -scale).reshape(tensor.shape)
+    write_gguf(tmp_path / "dense.gguf", "llama", tensors, "F32", sizes)
+    checkpoint, dense = (load_checkpoint(tmp_path / f"{name}.gguf") for name in ("m", "dense"))
+    for name, tensor in dense.tensors.items():
+        stored = checkpoint.tensors[name]
+        if isinstance(stored, Weight):
+            assert stored.format == "Q4_0"
+            assert np.array_equal(dequantize(stored), tensor)
+    found, expected = (logits(built(one), chain(TEXT[:12])) for one in (checkpoint, dense))
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)

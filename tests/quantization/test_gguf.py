@@ -19,6 +19,7 @@ from anydecode.kernels.formats import BLOCKS, dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.quantization.gguf import FORMATS, quantize_file
+from anydecode.quantization.mixes import MIXES, mixed_formats
 from gguf_models import FAMILIES, make_tensors, write_gguf
 
 
@@ -69,6 +70,57 @@ def test_a_written_file_holds_the_same_model(format: str, source: Path, tmp_path
         assert llm.generate("abc", max_tokens=4).tokens
 
 
+def test_mixtures_give_more_bits_to_some_matrices() -> None:
+    """The formats of a model of 16 layers as `llama-quantize` chooses them."""
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    names = [f"blk.{layer}.{part}.weight" for layer in range(16) for part in parts]
+    metadata = {
+        "general.architecture": "llama",
+        "llama.block_count": 16,
+        "llama.attention.head_count": 32,
+        "llama.attention.head_count_kv": 8,
+    }
+
+    def found(mix: str, part: str, **changes: int) -> str:
+        """The format of each layer, by the digit of its bits; "." is the base."""
+        keys = {f"llama.{key}": value for key, value in changes.items()}
+        formats = mixed_formats(mix, names, metadata | keys)
+        every = [formats.get(f"blk.{layer}.{part}.weight", "..") for layer in range(16)]
+        return "".join(format[1] for format in every)
+
+    none = "." * 16
+    more = "66" + "".join("6" if (i - 2) % 3 == 2 or i >= 14 else "." for i in range(2, 16))
+    for mix in ("Q4_K_M", "Q5_K_M"):
+        assert found(mix, "attn_v") == found(mix, "ffn_down") == more
+    assert found("Q4_K_S", "attn_v") == "5555" + "." * 12
+    assert found("Q4_K_S", "ffn_down") == "55" + "." * 14
+    assert found("Q3_K_M", "attn_v") == "55" + "4" * 14
+    assert found("Q3_K_M", "ffn_down") == "5" + "4" * 15
+    assert found("Q3_K_M", "attn_output") == "4" * 16
+    assert found("Q3_K_L", "attn_v") == found("Q3_K_L", "attn_output") == "5" * 16
+    for mix in MIXES:
+        assert found(mix, "attn_q") == found(mix, "ffn_up") == found(mix, "attn_k") == none
+        assert found(mix, "attn_v", expert_count=8) == "8" * 16
+        assert found(mix, "attn_k", expert_count=8) == "8" * 16
+    assert found("Q5_K_S", "attn_v") == found("Q3_K_S", "ffn_down") == none
+    assert found("Q4_K_S", "attn_output", expert_count=8) == "5" * 16
+    assert found("Q3_K_S", "attn_v", block_count=80) == "5" * 16  # grouped heads of 70B
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mixture_is_written(mix: str, source: Path, tmp_path: Path) -> None:
+    summary = quantize_file(source, tmp_path / "new.gguf", mix.lower())
+    file = GGUFFile(tmp_path / "new.gguf")
+    mixed = mixed_formats(mix, file.tensors, file.metadata)
+    assert file.metadata["general.file_type"] == MIXES[mix].code
+    for name, info in file.tensors.items():
+        if len(info.shape) > 1 and name != "token_embd.weight":
+            assert info.format == mixed.get(name, MIXES[mix].base)
+    assert summary.error < 0.18
+    with LLM(str(tmp_path / "new.gguf")) as llm:
+        assert llm.generate("abc", max_tokens=4).tokens
+
+
 def test_equal_weights_give_an_equal_text(source: Path, tmp_path: Path) -> None:
     quantize_file(source, tmp_path / "new.gguf", "f32")
     texts = []
@@ -99,7 +151,8 @@ def test_what_cannot_be_written_is_refused_in_one_line(
     existing = tmp_path / "old.gguf"
     shutil.copy(source, existing)
     for target, format, message in (
-        (tmp_path / "new.gguf", "q7_k", "unknown format 'q7_k'; choose from f32, "),
+        (tmp_path / "new.gguf", "q7_k", "unknown format 'q7_k'; choose from f32, .* q4_k_m"),
+        (tmp_path / "new.gguf", "iq2_xxs", "iq2_xxs is read, but not written: its codes need a"),
         (tmp_path / "new.bin", "q4_k", "must be called NAME.gguf"),
         (tmp_path / "no" / "new.gguf", "q4_k", "there is no folder"),
         (existing, "q4_k", "exists; --force replaces it"),

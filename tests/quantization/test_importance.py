@@ -131,7 +131,7 @@ def test_the_measured_squares_are_those_of_the_inputs(source: Path) -> None:
         assert np.allclose(matrix.importance()[name], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k"])
+@pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k_m", "q4_0", "q5_1", "nvfp4"])
 def test_the_command_measures_saves_and_reads(format: str, source: Path) -> None:
     """Rejects an importance that is measured and not used."""
     pytest.importorskip("torch")
@@ -152,7 +152,9 @@ def test_the_command_measures_saves_and_reads(format: str, source: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["q2_k", "q3_k"])
+@pytest.mark.parametrize(
+    "format", ["q2_k", "q3_k", "q4_k_m", "q3_k_l", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "q5_0"]
+)
 def test_llama_cpp_opens_what_is_written(format: str, source: Path) -> None:
     target = source.with_name("small.gguf")
     quantize_file(source, target, format)
@@ -217,6 +219,8 @@ def test_the_matrix_of_another_model_is_refused(source: Path) -> None:
     ("options", "message"),
     [
         (["--format", "q8_0", "--imatrix", "m"], "an importance matrix changes nothing in q8_0"),
+        (["--format", "ptq161", "--imatrix", "m"], "matrix changes nothing in ptq161"),
+        (["--format", "q9", "--imatrix", "m"], "unknown format 'q9'"),
         (["--imatrix", "m", "--calibrate", "t"], "exclude each other"),
         (["--save-imatrix", "m"], "give both"),
         (["--imatrix", "/nowhere/m"], "/nowhere/m: cannot be read"),

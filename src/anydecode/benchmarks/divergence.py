@@ -1,5 +1,6 @@
-"""`anydecode bench divergence`: the error of quantised arithmetic, as the Kullback-Leibler
-divergence per token of anydecode and llama.cpp from the same weights dequantised to float32.
+"""`anydecode bench divergence`: the error of formats of weights and of the cache, and of quantised
+arithmetic, as the Kullback-Leibler divergence per token of anydecode and llama.cpp from weights in
+float32: the same weights dequantised, or those of another file.
 
 All engines read the same file and the same token ids, window by window from an empty context.
 llama.cpp runs in another Python interpreter, and its logits are returned through a file.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +26,7 @@ from anydecode.machine import cpu_name, usable_cores
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
-from anydecode.report import JsonFile, write_report
+from anydecode.report import JsonFile, split_names, write_report
 from anydecode.tasks.prompts import PROMPTS
 
 _BASELINE = """
@@ -52,10 +54,12 @@ def windows(tokenizer: Any, text: str, count: int, size: int) -> list[list[int]]
     return [ids[start : start + size] for start in range(0, len(ids), size)]
 
 
-def logits_of(model: Any, ids: list[int]) -> np.ndarray:
-    """Logits float32 `[len(ids), vocab_size]` of one window, from one forward pass."""
+def logits_of(model: Any, ids: list[int], cache: str | None = None) -> np.ndarray:
+    """Logits float32 `[len(ids), vocab_size]` of one window, from one forward pass. `cache` is the
+    format of the key-value cache; None: the model's own."""
     rows = sequence_rows(ids, 0, model.spec.num_layers)
-    output = model.run(rows, model.new_cache(len(ids)), first_logits(len(ids)))
+    slots = model.new_cache(len(ids), cache) if cache else model.new_cache(len(ids))
+    output = model.run(rows, slots, first_logits(len(ids)))
     return to_host(output.logits).copy()
 
 
@@ -107,6 +111,18 @@ def summary(reference: np.ndarray, logits: np.ndarray) -> dict[str, float]:
     }
 
 
+def loss(logits: np.ndarray, ids: list[list[int]]) -> float:
+    """The mean negative log-likelihood, in nats, of the next token of each row that has one in its
+    window; its exponential is the perplexity. NaN where no row has one."""
+    following = [token for window in ids for token in (*window[1:], -1)]
+    values = [
+        -_log_softmax(row.astype(np.float64))[token]
+        for row, token in zip(logits, following, strict=True)
+        if token >= 0
+    ]
+    return float(np.mean(values)) if values else float("nan")
+
+
 def compare(
     path: str,
     text: str,
@@ -115,37 +131,76 @@ def compare(
     baseline: str | None,
     threads: int,
     backend: str | None,
+    reference: str | None = None,
+    caches: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure all engines and return the report."""
+    """Measure all engines and return the report.
+
+    Args:
+        path: The file that all engines read.
+        text: The text.
+        tokens: The number of its tokens.
+        window: Tokens per window.
+        baseline: A Python interpreter with llama-cpp-python.
+        threads: The number of threads of each engine.
+        backend: The kernels of anydecode; None: the best available.
+        reference: The model whose weights in float32 are the reference; None: that of `path`.
+        caches: Formats of anydecode's key-value cache; none: its own choice.
+
+    Raises:
+        InvalidRequestError: The kernels lack a format of the cache, or the reference has another
+            vocabulary.
+    """
     own = build_model(load_checkpoint(path), executor=choose_executor(backend, threads))
-    exact = load_checkpoint(path)
+    for cache in caches:
+        if cache not in own.cache_formats:
+            raise InvalidRequestError(
+                f"--caches {cache}: choose from {', '.join(own.cache_formats)}"
+            )
+    exact = load_checkpoint(reference or path)
     ids = windows(exact.tokenizer, text, tokens, window)
     model = build_model(exact, "float32", executor=choose_executor(threads=threads))
-    reference = np.concatenate([logits_of(model, window_ids) for window_ids in ids])
-    engines = {f"anydecode, {type(own.executor).__name__}": _all_logits(own, ids)}
+    if model.spec.vocab_size != own.spec.vocab_size:
+        raise InvalidRequestError(
+            f"--reference {reference} has {model.spec.vocab_size} tokens, and {path}"
+            f" {own.spec.vocab_size}; give another format of the same model"
+        )
+    expected = _all_logits(model, ids)
+    name = f"anydecode, {type(own.executor).__name__}"
+    engines = {
+        name + (f", {cache} cache" if cache else ""): _all_logits(own, ids, cache)
+        for cache in caches or (None,)
+    }
     if baseline:
         logits, version = baseline_logits(baseline, path, threads, ids)
-        engines[version] = logits[:, : reference.shape[1]]
+        engines[version] = logits[:, : expected.shape[1]]
     return {
         "machine": cpu_name(),
         "model": Path(path).name,
-        "tokens": len(reference),
+        "reference": Path(reference or path).name,
+        "tokens": len(expected),
         "window": window,
-        "engines": {name: summary(reference, logits) for name, logits in engines.items()},
+        "loss": loss(expected, ids),
+        "engines": {
+            name: {**summary(expected, logits), "loss": loss(logits, ids)}
+            for name, logits in engines.items()
+        },
     }
 
 
-def _all_logits(model: Any, ids: list[list[int]]) -> np.ndarray:
-    return np.concatenate([logits_of(model, window) for window in ids])
+def _all_logits(model: Any, ids: list[list[int]], cache: str | None = None) -> np.ndarray:
+    return np.concatenate([logits_of(model, window, cache) for window in ids])
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the report as a table."""
     print(
         f"{result['model']}, {result['tokens']} tokens in windows of {result['window']}, on"
-        f" {result['machine']}: divergence from the dequantised float32 model, in nats"
+        f" {result['machine']}: divergence from {result['reference']} in float32 (whose loss is"
+        f" {result['loss']:.4f}), in nats"
     )
-    print(f"{'':42} {'mean':>9} {'+-':>8} {'median':>9} {'99%':>9} {'largest':>9}  same top token")
+    titles = f"{'mean':>9} {'+-':>8} {'median':>9} {'99%':>9} {'largest':>9}"
+    print(f"{'':42} {titles}  same top token   loss")
     for name, statistics in result["engines"].items():
         numbers = (
             statistics[key] for key in ("mean", "standard_error", "median", "99%", "largest")
@@ -153,7 +208,7 @@ def show(result: dict[str, Any]) -> None:
         cells = " ".join(
             f"{value:{width}.5f}" for value, width in zip(numbers, (9, 8, 9, 9, 9), strict=True)
         )
-        print(f"{name:42} {cells}  {statistics['same_top_token']:.1%}")
+        print(f"{name:42} {cells} {statistics['same_top_token']:15.1%} {statistics['loss']:.4f}")
 
 
 def bench_divergence(
@@ -176,15 +231,35 @@ def bench_divergence(
         str | None,
         typer.Option("--backend", help="native, torch or triton; default: the best available."),
     ] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference", help="The model whose weights are exact, in float32; default: --model."
+        ),
+    ] = None,
+    caches: Annotated[
+        str,
+        typer.Option("--caches", help="Formats of the key-value cache, separated by commas."),
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Compare logits with those of the same weights in float32.
+    """Compare logits with those of the same weights in float32, or of another file's weights.
 
-    Example: anydecode bench divergence --tokens 512 --window 256
+    Example: anydecode bench divergence --tokens 512 --window 256 --caches float16,int8,int4
     """
     if text is not None and not text.is_file():
         raise InvalidRequestError(f"--text {text} is not a file")
     words = "\n\n".join(p.text for p in PROMPTS) if text is None else text.read_text("utf-8")
     count = threads or usable_cores()
-    result = compare(find_file(model), words, tokens, window, baseline, count, backend)
+    result = compare(
+        find_file(model),
+        words,
+        tokens,
+        window,
+        baseline,
+        count,
+        backend,
+        reference,
+        split_names(caches) if caches else (),
+    )
     write_report(result, json_file, lambda: show(result))

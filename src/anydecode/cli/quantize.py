@@ -25,7 +25,7 @@ def quantize(
         str,
         typer.Option(
             "--format",
-            help="Format of the weights, such as q8_0, q6_k, q4_k, iq4_nl, mxfp4 or ptq161.",
+            help="Format of the weights, such as q8_0, q6_k, q4_k_m, iq4_nl, mxfp4 or ptq161.",
         ),
     ] = "q4_k",
     calibrate: Annotated[
@@ -72,7 +72,7 @@ def quantize(
     from anydecode.api.llm import LLM
     from anydecode.models.loading import load_checkpoint
     from anydecode.quantization import encoders, ptq161
-    from anydecode.quantization.gguf import quantize_file
+    from anydecode.quantization.gguf import quantize_file, reads_importance
 
     source = load_checkpoint(model).path
     if not source.is_file():
@@ -89,10 +89,11 @@ def quantize(
     if save_imatrix is not None and (is_calibrated or calibrate is None):
         raise InvalidRequestError("--save-imatrix writes what --calibrate measures: give both")
     is_weighed = imatrix is not None or (calibrate is not None and not is_calibrated)
-    if is_weighed and format.upper() not in encoders.SEARCHED:
-        names = ", ".join(name.lower() for name in encoders.SEARCHED)
+    if is_weighed and (is_calibrated or not reads_importance(format)):
+        names = ", ".join(name.lower() for name in encoders.WEIGHED)
         raise InvalidRequestError(
-            f"an importance matrix changes nothing in {format.lower()}; it does in {names}"
+            f"an importance matrix changes nothing in {format.lower()}; it does in {names} and"
+            " mixtures of them"
         )
     importance: dict[str, Any] = {}
     if is_weighed:

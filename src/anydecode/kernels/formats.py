@@ -106,6 +106,16 @@ def check_weight(weight: Weight) -> None:
             f"{weight.name or 'a weight'} holds {data.dtype} of shape {data.shape}, not a"
             f" {weight.format} matrix of {weight.out_features} by {weight.in_features}"
         )
+    order = weight.order
+    if order is not None and not (
+        packed
+        and order.dtype == np.int32
+        and np.array_equal(np.sort(order), np.arange(weight.in_features))
+    ):
+        raise CheckpointError(
+            f"the order of the inputs of {weight.name or 'a weight'} is not each of the"
+            f" {weight.in_features} inputs of a packed matrix once"
+        )
 
 
 def plain_weight(matrix: np.ndarray, name: str = "") -> Weight:
@@ -128,6 +138,13 @@ def dequantize(weight: Weight) -> np.ndarray:
 def dequantize_rows(weight: Weight, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Some rows as float32 `[len(rows), in_features]`; no other row is converted."""
     return _to_float(weight, weight.data[np.asarray(rows, np.int64)])
+
+
+def in_order(weight: Weight) -> Weight:
+    """The weight itself, or in float16 where its inputs are stored in another order."""
+    if weight.order is None:
+        return weight
+    return plain_weight(dequantize(weight).astype(np.float16), weight.name)
 
 
 def quantize(matrix: np.ndarray, format: str, name: str = "") -> Weight:
@@ -176,6 +193,8 @@ def _to_float(weight: Weight, data: np.ndarray) -> np.ndarray:
             out[start : start + step] = _DEQUANTIZERS[format](blocks).reshape(-1, in_features)
     if weight.scale != 1:
         out *= np.float32(weight.scale)
+    if weight.order is not None:
+        out[:, weight.order] = out.copy()
     return out
 
 

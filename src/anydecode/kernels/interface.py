@@ -88,7 +88,10 @@ class Weight:
     `[out_features, bytes_per_row]` in GGUF's block layout. `name` is the module's name in the
     Hugging Face layout without `.weight` (`model.layers.3.self_attn.q_proj`), by which adapters
     identify their targets. The values are multiplied by `scale`. `columns` has the scales of the
-    inputs of PTQ161 (see `kernels/ptq161.py`); other formats have none.
+    inputs of PTQ161 (see `kernels/ptq161.py`); other formats have none. `order` is int32
+    `[in_features]` where blocks hold the inputs in another order than theirs (GPTQ's act-order):
+    stored column j is that of the input `order[j]`. Only products of one matrix read such weights;
+    `formats.in_order` has the plain matrix.
     """
 
     format: str
@@ -98,11 +101,13 @@ class Weight:
     name: str = ""
     scale: float = 1.0
     columns: np.ndarray | None = None
+    order: np.ndarray | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `data` and `columns`."""
-        return self.data.nbytes + (0 if self.columns is None else self.columns.nbytes)
+        """Bytes of `data`, `columns` and `order`."""
+        parts = (self.data, self.columns, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def free(self) -> None:
         """Free `data`, after an executor has packed its own copy."""

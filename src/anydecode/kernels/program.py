@@ -64,7 +64,7 @@ class NativeBackend(Backend):
         self.recurrences: list[Recurrence] = []
         self.shared_steps: list[Step] = []  # those that compute the shared values
         self.shared_values: dict[Any, Value] = {}
-        self._quantised: dict[Value, Value] = {}
+        self._quantised: dict[tuple[Value, bytes], Value] = {}
 
     def begin(self) -> None:
         """Start a new list of steps. Only the rotary tables and the values of `shared` are shared
@@ -83,14 +83,19 @@ class NativeBackend(Backend):
         self.keepalive.append(vector)
         return address_of(vector)
 
-    def _input(self, x: Value, format: str) -> Value:
-        """x in the form that a product with a weight of this format reads."""
-        if format in FLOAT_FORMATS:
+    def _input(self, x: Value, weight: Weight) -> Value:
+        """x in the form that a product with this weight, or one like it, reads."""
+        if weight.format in FLOAT_FORMATS:
             return x
-        if x not in self._quantised:
+        key = (x, b"" if weight.order is None else weight.order.tobytes())
+        if key not in self._quantised:
+            fields: dict[str, Any] = {}
+            if weight.order is not None:
+                self.keepalive.append(weight.order)
+                fields["weight"] = address_of(weight.order)
             width = x.width // 32 * _BLOCK_FLOATS
-            self._quantised[x] = self._record(Code.QUANTISE, (x,), width)
-        return self._quantised[x]
+            self._quantised[key] = self._record(Code.QUANTISE, (x,), width, **fields)
+        return self._quantised[key]
 
     def rms_norm(self, x: Value, weight: np.ndarray | None, eps: float, groups: int = 1) -> Value:
         fields: dict[str, Any] = {"groups": groups, "x": eps}
@@ -103,9 +108,7 @@ class NativeBackend(Backend):
         fields: dict[str, Any] = {"matrix": ctypes.addressof(matrix)}
         if bias is not None:
             fields["weight"] = self._keep_vector(bias)
-        y = self._record(
-            Code.LINEAR, (self._input(x, weight.format),), weight.out_features, **fields
-        )
+        y = self._record(Code.LINEAR, (self._input(x, weight),), weight.out_features, **fields)
         self._add_lora(x, y, [weight])
         return y
 
@@ -123,7 +126,7 @@ class NativeBackend(Backend):
         self.keepalive.append(pointers)
         fields = {"count": len(matrices), "experts": ctypes.addressof(pointers)}
         width = len(weights) * weights[0].out_features
-        inputs = (self._input(x, weights[0].format),)
+        inputs = (self._input(x, weights[0]),)
         y = self._record(Code.GROUPED_LINEAR, inputs, width, **fields)
         self._add_lora(x, y, weights)
         return y

@@ -127,6 +127,7 @@ def ffn_digest(network: Network) -> str:
         for weight in mlp_matrices(layer.mlp):
             digest.update(f"{weight.format} {weight.data.shape}".encode())
             digest.update(np.ascontiguousarray(weight.data).view(np.uint8).data)
+            digest.update(b"" if weight.order is None else weight.order.tobytes())
     return digest.hexdigest()
 
 

@@ -1,7 +1,8 @@
 """Blocks of GGUF's formats from float32 values: rounding to nearest, with a search for the scales.
 
 The search is that of llama.cpp's reference in outline: several scales are tried, and the one with
-the smallest weighted squared error is kept. An importance matrix weighs these errors.
+the smallest weighted squared error is kept. An importance matrix weighs these errors. The oldest
+formats, Q4_0 to Q5_1, have a search only with an importance matrix, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from functools import partial
 
 import numpy as np
 
-from anydecode.kernels.formats import BLOCKS, IQ4_VALUES, MXFP4_VALUES, QUANTIZABLE, quantize
+from anydecode.kernels.formats import (
+    BLOCKS,
+    IQ4_VALUES,
+    MXFP4_VALUES,
+    QUANTIZABLE,
+    e4m3,
+    quantize,
+)
 
 _TRIES = 20  # scales per block with a minimum
 _SIGNED_TRIES = 6  # scales per block above and below that of the largest value
@@ -24,22 +32,22 @@ def encode(values: np.ndarray, format: str, importance: np.ndarray | None = None
         values: float32 `[rows, columns]`; the columns divide into blocks of the format.
         format: One of `FORMATS`.
         importance: float32 `[columns]` or `[rows, columns]`, at least 0: the weights of squared
-            errors, which formats without a search (all but `SEARCHED`) do not read.
+            errors, which all formats but `WEIGHED` do not read.
 
     Returns:
         uint8 `[rows, bytes]`.
     """
-    if format in QUANTIZABLE:
+    if format in QUANTIZABLE and (importance is None or format not in WEIGHED):
         return quantize(values, format).data
     size = BLOCKS[format][0]
     blocks = values.reshape(-1, size)
     with np.errstate(all="ignore"):  # infinities and NaN pass through
-        if format not in SEARCHED:
+        if format in SEARCHED and importance is None:
+            return SEARCHED[format](blocks, None).reshape(len(values), -1)
+        if importance is None or format not in WEIGHED:
             return _ENCODERS[format](blocks).reshape(len(values), -1)
-        weights = None
-        if importance is not None:
-            weights = np.broadcast_to(importance, values.shape).reshape(-1, size)
-        return SEARCHED[format](blocks, weights).reshape(len(values), -1)
+        weights = np.broadcast_to(importance, values.shape).reshape(-1, size)
+        return WEIGHED[format](blocks, weights).reshape(len(values), -1)
 
 
 def _halves(*scales: np.ndarray) -> np.ndarray:
@@ -168,9 +176,32 @@ def _q5(has_min: bool, x: np.ndarray) -> np.ndarray:
         scale = extreme / np.float32(-16)
         codes = np.trunc(x * _inverse(scale) + np.float32(16.5))
         heads = _halves(scale)
-    code = codes.clip(0, 31).astype(np.uint8)
+    return _packed(codes.clip(0, 31).astype(np.uint8), 5, heads)
+
+
+def _packed(code: np.ndarray, bits: int, heads: np.ndarray) -> np.ndarray:
+    """Blocks of 32 codes of 4 or 5 bits behind their scales."""
+    if bits == 4:
+        return np.concatenate((heads, _paired(code)), 1)
     high = np.packbits(code >> 4, axis=1, bitorder="little")
     return np.concatenate((heads, high, _paired(code & 15)), 1)
+
+
+def _weighed_signed(bits: int, x: np.ndarray, importance: np.ndarray) -> np.ndarray:
+    """Q4_0 and Q5_0 with an importance matrix."""
+    half = 1 << (bits - 1)
+    numbers = partial(np.clip, a_min=-half, a_max=half - 1)
+    scale = _fit(x, -half, lambda x: numbers(np.rint(x)), importance)
+    codes = numbers(np.rint(x * _inverse(_stored(scale)))) + half
+    return _packed(codes.astype(np.uint8), bits, _halves(scale))
+
+
+def _weighed_with_min(bits: int, x: np.ndarray, importance: np.ndarray) -> np.ndarray:
+    """Q4_1 and Q5_1 with an importance matrix."""
+    top = (1 << bits) - 1
+    scale, least = _fit_with_min(x, top, importance)
+    codes = np.rint((x + _stored(least)) * _inverse(_stored(scale))).clip(0, top)
+    return _packed(codes.astype(np.uint8), bits, _halves(scale, -least))
 
 
 def _k45(format: str, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
@@ -294,6 +325,36 @@ def _mxfp4(x: np.ndarray) -> np.ndarray:
     return np.concatenate((exponent.astype(np.uint8), _paired(codes)), 1)
 
 
+#: The numbers of the codes of E4M3 without a sign, all but the one that is no number.
+_E4M3 = 2 * e4m3(np.arange(127, dtype=np.uint8))
+_FP4 = np.array(MXFP4_VALUES[:8], np.float32) / 2
+_FP4_LIMITS = (_FP4[1:] + _FP4[:-1]) / 2
+#: The codes of scales that are tried, from that which maps the largest magnitude to 6. Five codes
+#: further, it is mapped to 4.
+_FP4_TRIES = range(-2, 7)
+
+
+def _nvfp4(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    """Four parts of 16 numbers with a scale in E4M3; there is no factor of a whole matrix."""
+    parts = x.reshape(-1, 4, 16)
+    weight = np.ones_like(parts) if importance is None else _weights(parts, importance)
+    magnitude = np.abs(parts)
+    first = np.searchsorted((_E4M3[1:] + _E4M3[:-1]) / 2, magnitude.max(-1) / 6)
+    best = np.zeros(first.shape, np.int64)
+    best_error = _sum(weight * parts * parts)[..., 0]  # of a scale of 0
+    for step in _FP4_TRIES:
+        scales = (first + step).clip(1, len(_E4M3) - 1)
+        scale = _E4M3[scales][..., None]
+        near = _FP4[np.searchsorted(_FP4_LIMITS, magnitude / scale)] * scale
+        error = _sum(weight * (near - magnitude) ** 2)[..., 0]
+        is_better = error < best_error
+        best = np.where(is_better, scales, best)
+        best_error = np.where(is_better, error, best_error)
+    scaled = magnitude * _inverse(_E4M3[best])[..., None]
+    codes = np.searchsorted(_FP4_LIMITS, scaled).astype(np.uint8) | np.signbit(parts) * np.uint8(8)
+    return np.concatenate((best.astype(np.uint8), _paired(codes).reshape(-1, 32)), 1)
+
+
 def _ternary(format: str, x: np.ndarray) -> np.ndarray:
     scale = np.abs(x).max(1, keepdims=True)
     scaled = np.abs(x * _inverse(scale))
@@ -319,7 +380,7 @@ _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "TQ2_0": partial(_ternary, "TQ2_0"),
 }
 
-#: The encoders that search for scales, and weigh errors by an importance matrix.
+#: The encoders that always search for scales.
 SEARCHED: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
@@ -328,6 +389,16 @@ SEARCHED: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "NVFP4": _nvfp4,
+}
+
+#: The encoders that weigh errors by an importance matrix.
+WEIGHED: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    **SEARCHED,
+    "Q4_0": partial(_weighed_signed, 4),
+    "Q5_0": partial(_weighed_signed, 5),
+    "Q4_1": partial(_weighed_with_min, 4),
+    "Q5_1": partial(_weighed_with_min, 5),
 }
 
 #: The block formats that can be encoded.

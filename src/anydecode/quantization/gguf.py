@@ -28,24 +28,26 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.loading.gguf_file import FORMAT_CODES, INTEGER_CODES, GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_names import is_own_vector
 from anydecode.quantization import encoders
+from anydecode.quantization.mixes import MIXES, mixed_formats
 
 #: The formats that can be written, and their codes in `general.file_type`.
 FORMATS = {
     "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8,
     "Q4_K": 14, "Q3_K": 11, "Q2_K": 10, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30,
-    "MXFP4": 38, "TQ2_0": 37, "TQ1_0": 36,
+    "MXFP4": 38, "NVFP4": 39, "TQ2_0": 37, "TQ1_0": 36,
 }  # fmt: skip
 _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
 _KEPT = (
     "norm", "ffn_gate_inp", "position_embd", "token_types", "conv", "ssm_a", "ssm_b", "ssm_dt",
-    "ssm_x", "altup_router", "altup_predict_coef", "altup_correct_coef", "time_mix_lerp",
+    "ssm_x", "laurel", "per_layer_model_proj", "altup_router", "altup_predict_coef",
+    "altup_correct_coef", "time_mix_lerp",
     "time_mix_w", "time_mix_a", "time_mix_g", "time_mix_v0", "time_mix_v1", "time_mix_v2",
 )  # fmt: skip
-#: Formats with blocks of 256 -> what llama.cpp writes where a row is no multiple of that.
+#: Formats with larger blocks -> what is written where a row is no multiple of that.
 _SMALL_BLOCKS = {
     "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL", "Q2_K": "IQ4_NL",
-    "IQ4_XS": "IQ4_NL", "TQ2_0": "Q4_0", "TQ1_0": "Q4_0",
+    "IQ4_XS": "IQ4_NL", "NVFP4": "IQ4_NL", "TQ2_0": "Q4_0", "TQ1_0": "Q4_0",
 }  # fmt: skip
 _FACTORS = (".scale", ".input_scale")
 _GROUP_VALUES = 1 << 18  # values that are encoded at once
@@ -82,7 +84,7 @@ def quantize_file(
     Args:
         source: The file, or any part of a split model.
         target: The new file, which is complete or not there.
-        format: One of `FORMATS`, in either case.
+        format: One of `FORMATS` or `MIXES`, in either case.
         overwrite: Whether the target may exist.
         threads: Number of threads.
         progress: Called with the bytes written, those in all, and the name of a tensor.
@@ -97,9 +99,7 @@ def quantize_file(
         CheckpointError: The source is damaged, or has values that the format cannot hold.
     """
     format = format.upper()
-    if format not in FORMATS:
-        allowed = ", ".join(name.lower() for name in FORMATS)
-        raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
+    base = _base(format)
     check_target(source, target, overwrite)
     file = GGUFFile(source)
     architecture = str(file.metadata.get("general.architecture"))
@@ -116,7 +116,8 @@ def quantize_file(
     check_source(file)
     for name, vector in importance.items():
         _check_importance(file, name, vector)
-    plan = {info.name: _planned(info, format) for info in file.tensors.values()}
+    mixed = mixed_formats(format, file.tensors, file.metadata) if format in MIXES else {}
+    plan = {info.name: _planned(info, mixed.get(info.name, base)) for info in file.tensors.values()}
     errors = _Errors()
     stored = _stored(file, given or {}, plan, errors)
     header, offsets, size = _header(file, plan, format)
@@ -162,6 +163,30 @@ def quantize_file(
         formats=dict(Counter(info.format for info in plan.values())),
         error=errors.relative(),
     )
+
+
+def reads_importance(format: str) -> bool:
+    """Whether an importance matrix changes what is written in a format or mixture.
+
+    Raises:
+        InvalidRequestError: The format is unknown.
+    """
+    return _base(format.upper()) in encoders.WEIGHED
+
+
+def _base(format: str) -> str:
+    """The format of most matrices of a format or mixture."""
+    if format in MIXES:
+        return MIXES[format].base
+    if format in FORMATS:
+        return format
+    allowed = ", ".join(name.lower() for name in (*FORMATS, *MIXES))
+    if format in BLOCKS:
+        raise InvalidRequestError(
+            f"{format.lower()} is read, but not written: its codes need a search over a grid, which"
+            f" llama-quantize of llama.cpp has; choose from {allowed}"
+        )
+    raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
 
 
 def _check_importance(file: GGUFFile, name: str, vector: np.ndarray) -> None:
@@ -240,7 +265,7 @@ def _header(
     """The header, the offsets of tensors after it, and the size of the file."""
     entries = {key: file.entry(key) for key in file.metadata if not key.startswith("split.")}
     for key, number in (
-        ("general.file_type", FORMATS[format]),
+        ("general.file_type", MIXES[format].code if format in MIXES else FORMATS[format]),
         ("general.quantization_version", 2),
     ):
         entries[key] = entry(key, number)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16, float8_e4m3fn
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu
 from safetensors.numpy import save_file
 
 from anydecode.errors import CheckpointError
@@ -38,12 +38,15 @@ def unpacked(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (codes.astype(np.float32) * factors).astype(bfloat16).astype(np.float32)
 
 
-def test_blocks_at_the_edges() -> None:
-    codes, scales = packed(np.random.default_rng(0).standard_normal((37, 70), np.float32))
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16, float8_e8m0fnu])
+def test_blocks_at_the_edges(dtype: Any) -> None:
+    """DeepSeek-V3 stores scales in float32, Qwen3 in bfloat16, others powers of two."""
+    codes, exact = packed(np.random.default_rng(0).standard_normal((37, 70), np.float32))
+    scales = exact.astype(dtype)
     tensors: dict[str, np.ndarray] = {"x.weight": codes, "x.weight_scale_inv": scales}
     weight = fp8.read(tensors.__getitem__, tensors.__contains__, "x", SETTINGS)
     assert weight.format == "BF16"
-    assert np.array_equal(dequantize(weight), unpacked(codes, scales))
+    assert np.array_equal(dequantize(weight), unpacked(codes, scales.astype(np.float32)))
 
 
 def test_a_folder_of_deepseek(tmp_path: Path) -> None:
@@ -80,7 +83,7 @@ def test_a_folder_of_deepseek(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weight_block_size": None}, "weight_block_size None"),
+        ({"weight_block_size": 128}, "weight_block_size 128"),
         ({"weight_block_size": [128]}, "is not supported"),
         ({"weight_block_size": [0, 128]}, "weight_block_size is 0; allowed is"),
         ({"fmt": "e5m2"}, "format 'e5m2'"),
@@ -88,7 +91,7 @@ def test_a_folder_of_deepseek(tmp_path: Path) -> None:
 )
 def test_unsupported_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        fp8.check({**SETTINGS, **settings}, "folder")
+        fp8.layouts({**SETTINGS, **settings}, "folder")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +99,20 @@ def test_unsupported_settings(settings: dict[str, Any], message: str) -> None:
     [
         (np.zeros((32, 64), np.uint8), np.ones((2, 2), np.float32)),
         (np.zeros((32, 64), float8_e4m3fn), np.ones((2, 3), np.float32)),
-        (np.zeros((32, 64), float8_e4m3fn), np.ones((2, 2), np.float16)),
+        (np.zeros((32, 64), float8_e4m3fn), np.ones((2, 2), np.int32)),
         (np.zeros((32, 64, 1), float8_e4m3fn), np.ones((2, 2), np.float32)),
         (np.zeros((0, 64), float8_e4m3fn), np.ones((0, 2), np.float32)),
     ],
 )
 def test_parts_that_do_not_fit(codes: np.ndarray, scales: np.ndarray) -> None:
     tensors = {"x.weight": codes, "x.weight_scale_inv": scales}
-    with pytest.raises(CheckpointError, match="the parts of 'x' do not fit together"):
+    with pytest.raises(CheckpointError, match="parts of 'x' do not fit together"):
+        fp8.read(tensors.__getitem__, tensors.__contains__, "x", SETTINGS)
+
+
+def test_a_scale_that_is_no_number() -> None:
+    codes, scales = packed(np.ones((32, 64), np.float32))
+    scales[1, 1] = np.nan
+    tensors = {"x.weight": codes, "x.weight_scale_inv": scales}
+    with pytest.raises(CheckpointError, match="a scale of 'x' is not finite"):
         fp8.read(tensors.__getitem__, tensors.__contains__, "x", SETTINGS)

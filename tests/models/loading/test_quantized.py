@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 
 import quantized_parts
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import dequantize
+from anydecode.kernels.formats import check_weight, dequantize, dequantize_rows, in_order
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
 from anydecode.models.loading import load_checkpoint
@@ -137,7 +138,7 @@ def case_step(case: Case, values: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["bitsandbytes nf4", "hqq 8 bits", "packed int4, order", "fp8, blocks"]
+    "name", ["bitsandbytes nf4", "hqq 8 bits", "packed int8, zero points", "fp8, blocks"]
 )
 def test_plain_numbers_are_the_bits_of_the_tools(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -162,6 +163,51 @@ def test_an_order_that_is_not_used(tmp_path: Path) -> None:
     assert np.array_equal(dequantize(weight), values)
 
 
+@pytest.mark.parametrize(("method", "file"), [("gptq", "quantize_config"), ("awq", "quant_config")])
+def test_settings_of_early_versions_are_in_a_file_of_their_own(
+    method: str, file: str, tmp_path: Path
+) -> None:
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
+    parts, values = CASES[method].write(matrix)
+    folder = write_folder(tmp_path / "m", {f"x.{name}": part for name, part in parts.items()})
+    settings: dict[str, Any] = {"bits": 4, "group_size": 64, "desc_act": False}
+    if method == "awq":
+        settings = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+    (folder / f"{file}.json").write_text(json.dumps(settings))
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.format == "Q4_1"
+    assert np.abs(dequantize(weight) - values).max() < 0.008
+
+
+def test_inputs_of_another_order_are_each_stored_once(tmp_path: Path) -> None:
+    case = CASES["gptq, order, symmetric"]
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
+    parts, values = case.write(matrix, **case.options)
+    tensors = {f"x.{name}": part for name, part in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.order is not None
+    assert np.array_equal(dequantize(weight), values)
+    assert np.array_equal(dequantize_rows(weight, [3, 0]), values[[3, 0]])
+    assert np.array_equal(dequantize(in_order(weight)), values.astype(np.float16))
+    check_weight(weight)
+    for order in (weight.order[:-1], np.zeros_like(weight.order), weight.order.astype(np.int64)):
+        with pytest.raises(CheckpointError, match="inputs of x is not each of the 128 inputs"):
+            check_weight(replace(weight, order=order))
+
+
+@pytest.mark.parametrize("place", ["text_config", "compression_config"])
+def test_settings_may_stand_in_other_places(place: str, tmp_path: Path) -> None:
+    case = CASES["packed int4"]
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
+    parts, values = case.write(matrix)
+    tensors = {f"x.{name}": part for name, part in parts.items()}
+    inner = {"quantization_config": case.settings} if place == "text_config" else case.settings
+    folder = write_folder(tmp_path / "m", tensors, **{place: inner})
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and np.array_equal(dequantize(weight), values)
+
+
 def test_hqq_writes_no_settings_of_its_own(tmp_path: Path) -> None:
     parts, values = quantized_parts.hqq(matrices()["model.layers.0.mlp.down_proj"], bits=8)
     folder = write_folder(tmp_path / "m", {f"x.{part}": array for part, array in parts.items()})
@@ -178,6 +224,9 @@ SWAPPED = {
     "packed int4, order": ("weight_g_idx", lambda x: np.sort(x)),
     "packed int4, zero points": ("weight_zero_point", lambda x: x * 0),
     "fp8, outputs": ("weight_scale", lambda x: x[::-1].copy()),
+    "gptq 3 bits": ("qzeros", lambda x: x.view(np.uint8)[:, ::-1].copy().view(np.int32)),
+    "gptq, order": ("g_idx", lambda x: np.sort(x)),
+    "awq gemv": ("qweight", lambda x: x.view(np.uint8)[:, ::-1].copy().view(np.int32)),
 }
 
 
@@ -185,7 +234,7 @@ SWAPPED = {
 def test_another_order_has_other_weights(name: str, tmp_path: Path) -> None:
     """Negative controls: nibbles, words, groups, zero points and outputs in another order."""
     case, (part, change) = CASES[name], SWAPPED[name]
-    matrix = np.random.default_rng(2).standard_normal((16, 128), np.float32)
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
     parts, values = case.write(matrix, **case.options)
     parts[part] = change(parts[part])
     tensors = {f"x.{name}": array for name, array in parts.items()}
@@ -261,6 +310,8 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(
     ("settings", "message"),
     [
         ({"quant_method": "quip"}, "quantised with 'quip' are not supported; .*bitsandbytes, hqq"),
+        ({"load_in_4bit": True}, "quantised with None are not supported"),
+        ("gptq", "quantised with None are not supported"),
         (quantized_parts.compressed("marlin-24"), "format 'marlin-24' is not supp.*pack-quantized"),
         ({**quantized_parts.PACKED, "config_groups": [1]}, "allowed is an object of objects"),
         (

@@ -135,7 +135,11 @@ static void run_row(const Step *s, int r) {
       rms_norm(a + from, op->width, op->groups, op->weight, op->count, op->x, out + from);
       break;
     case OP_QUANTISE:
-      quantise_row(a + from, op->width, (Activations *)out + r * (wide / QUANT_BLOCK));
+      if (op->weight) /* the order of a matrix's inputs */
+        quantise_ordered(a + from, (const int32_t *)op->weight, op->width,
+                         (Activations *)out + r * (wide / QUANT_BLOCK));
+      else
+        quantise_row(a + from, op->width, (Activations *)out + r * (wide / QUANT_BLOCK));
       break;
     case OP_LORA:
       if (s->pass->adapters) run_lora(s, r);

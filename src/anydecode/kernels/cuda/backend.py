@@ -171,10 +171,13 @@ class TritonBackend(ReferenceBackend):
         return self._packed[weight]
 
     def group(self, weights: tuple[Weight, ...], gated: bool = False) -> Packed | None:
-        """Weights with the same input as one matrix; None where their formats or widths differ."""
+        """Weights with the same input as one matrix; None where their formats or widths differ, or
+        an order of inputs is their own."""
         if weights not in self._groups:
             first = weights[0]
             if any((w.format, w.in_features) != (first.format, first.in_features) for w in weights):
+                return None
+            if any(w.order is not None for w in weights):
                 return None
             whole = self._groups[weights] = pack(weights, self.device, gated)
             self.num_bytes += whole.num_bytes

@@ -22,6 +22,7 @@ from anydecode.kernels.formats import (
     MXFP4_VALUES,
     dequantize,
     e4m3,
+    in_order,
     ternary_codes,
 )
 from anydecode.kernels.grids import GRID_FORMATS, grid_codes
@@ -125,6 +126,7 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
         device: Where the packed matrix is stored.
         gated: Whether the weights are a gate and an up projection that one product computes.
     """
+    weights = [in_order(weight) for weight in weights]
     first = weights[0]
     rows, columns = sum(w.out_features for w in weights), first.in_features
     tile_rows = rows // 2 if gated else rows

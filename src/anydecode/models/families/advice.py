@@ -1,4 +1,4 @@
-"""What errors advise for models without an implementation here."""
+"""What errors advise for models and formats without an implementation here."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def advice(model_type: Any) -> str:
         return ""
     name = "transformers"
     return f"{name} has it, with fewer guarantees: backend={name!r} (--backend {name})"
+
+
+def quantization_advice(method: Any) -> str:
+    """The same for a `quant_method` of config.json, to be appended to an error."""
+    try:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    except ImportError:
+        return ""
+    if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return ""
+    name = "transformers"
+    return f"; {name} reads it, with fewer guarantees: backend={name!r} (--backend {name})"

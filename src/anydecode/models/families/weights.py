@@ -9,7 +9,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import DTYPES as FLOATS
-from anydecode.kernels.formats import dequantize, is_packed, plain_weight, quantize
+from anydecode.kernels.formats import dequantize, in_order, is_packed, plain_weight, quantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint, MatrixUpdate
 from anydecode.models.linear import Linear
@@ -105,6 +105,7 @@ class TensorReader:
         alias: str | None = None,
         is_outer: bool = False,
         keep_format: bool = False,
+        keep_order: bool = False,
         part: str = "weight",
     ) -> Weight:
         """Read the matrix `name`.`part`.
@@ -116,6 +117,7 @@ class TensorReader:
             alias: The name of the result; None means `name`.
             is_outer: Whether it is the embedding or the head.
             keep_format: Keep the stored format.
+            keep_order: Keep the stored order of the inputs, for a product of this matrix alone.
             part: The matrix of a module with several.
         """
         tensor = self._read(f"{name}.{part}")
@@ -128,7 +130,11 @@ class TensorReader:
             tensor = plain_weight(tensor)
         self._check(f"{name}.{part}", (tensor.out_features, tensor.in_features), shape)
         return self.convert(
-            tensor, alias or name, rows=rows, is_outer=is_outer, keep_format=keep_format
+            tensor if keep_order else in_order(tensor),
+            alias or name,
+            rows=rows,
+            is_outer=is_outer,
+            keep_format=keep_format,
         )
 
     def convert(
@@ -164,7 +170,7 @@ class TensorReader:
         """A matrix and its bias, which is required if `has_bias` and otherwise read if present."""
         linear = self._updated(name, shape, rows, alias)
         if linear is None:
-            linear = Linear(self.matrix(name, shape, rows=rows, alias=alias))
+            linear = Linear(self.matrix(name, shape, rows=rows, alias=alias, keep_order=True))
         if has_bias or self.has(f"{name}.bias"):
             vector = self.vector(f"{name}.bias", shape[0])
             linear.bias = vector if rows is None else vector[rows]

@@ -3,8 +3,9 @@
 Which format a module has, its tensors say: integers of 1 to 8 bits packed into int32
 (`weight_packed` and `weight_shape`), int8 or FP8 numbers (`weight`), or 4-bit floats
 (`weight_packed` of bytes; NVFP4 with a `weight_global_scale`, MXFP4 without). Scales are per
-tensor, output, group of inputs or block of outputs and inputs. What is stored for activations and
-the cache is not used: products round activations to int8 in blocks of 32, or not at all.
+tensor, output, group of inputs or block of outputs and inputs; those of MXFP8 and MXFP4 are
+exponents. What is stored for activations and the cache is not used: products round activations to
+int8 in blocks of 32, or not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import BLOCKS, halves_paired
+from anydecode.kernels.formats import BLOCKS, DTYPES, halves_paired
 from anydecode.kernels.interface import Weight
 from anydecode.models.limits import integer
 from anydecode.models.loading import nvfp4
@@ -26,7 +27,7 @@ from anydecode.models.loading.scaled import misfit, runs, scaled_weight
 
 FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 _PARTS = (
     "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
@@ -68,7 +69,7 @@ def layouts(settings: Mapping[str, Any], path: object) -> list[Layout]:
 def _block(groups: dict[str, Any], path: object) -> tuple[int, int] | None:
     """The outputs and inputs that share a scale, where scales are per block."""
     found = [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
-    sizes = {tuple(block) for block in found if isinstance(block, list)}
+    sizes = {_sizes(block) for block in found if block}
     if not sizes:
         return None
     if len(sizes) > 1 or len(next(iter(sizes))) != 2:
@@ -77,6 +78,13 @@ def _block(groups: dict[str, Any], path: object) -> tuple[int, int] | None:
         )
     rows, columns = (integer("block_structure", size) for size in sizes.pop())
     return rows, columns
+
+
+def _sizes(block: Any) -> tuple[Any, ...]:
+    """The sizes of a block, which earlier versions of the format wrote as "128x128"."""
+    if isinstance(block, str):
+        return tuple(int(size) if size.isdecimal() else size for size in block.split("x"))
+    return tuple(block) if isinstance(block, list) else (block,)
 
 
 def _read(
@@ -93,6 +101,8 @@ def _read(
         numbers = get(f"{module}.weight")
     if numbers.ndim != 2 or numbers.dtype.name not in ("int8", "float8_e4m3fn"):
         raise misfit(module, numbers)
+    if scales.dtype == np.uint8:
+        return _mxfp8(module, numbers, scales)
     scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     if block is not None and scales.size > 1:
         if scales.shape == tuple(
@@ -179,6 +189,15 @@ def _fields(words: np.ndarray, bits: int, count: int, module: str) -> np.ndarray
     )
     fields = np.packbits(stream.reshape(len(words), count, bits), axis=-1, bitorder="little")
     return (fields[..., 0].astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+
+
+def _mxfp8(module: str, numbers: np.ndarray, scales: np.ndarray) -> Weight:
+    """FP8 with an exponent for every 32 numbers, uint8 `[out, in / 32]`; exact in bfloat16."""
+    if scales.ndim != 2 or scales.shape[1] * 32 != numbers.shape[1] or (scales == 255).any():
+        raise misfit(module, numbers, scales)
+    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    groups = runs(numbers.shape[1], scales.shape[1], module)
+    return scaled_weight(numbers, factors, groups, module, DTYPES["BF16"])
 
 
 def _mxfp4(module: str, codes: np.ndarray, scales: np.ndarray) -> Weight:

@@ -1,55 +1,89 @@
-"""Reads weights in FP8 (E4M3) with a float32 scale per block of rows and columns (DeepSeek-V3,
-arXiv:2412.19437).
+"""Reads weights in FP8 (E4M3): with a scale per block of outputs and inputs (DeepSeek-V3,
+arXiv:2412.19437), per tensor (Mistral, AutoFP8) or per output (fbgemm).
 
-The products of numbers and scales are rounded to bfloat16, by less than 1 part in 256. Activations
-are not rounded to FP8.
+Tools call the factor of the numbers `weight_scale` or `weight_scale_inv`. The products of numbers
+and scales are rounded to bfloat16, by less than 1 part in 256; a single scale is kept as the factor
+of bfloat16 numbers, without loss. Activations are not rounded to FP8, so that their scales and
+those of the cache are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
+from ml_dtypes import float8_e8m0fnu
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 from anydecode.models.limits import integer
+from anydecode.models.loading.layout import Layout
+from anydecode.models.loading.scaled import misfit, scaled_weight
 
-#: The tensor that only packed modules have.
-MARKER = "weight_scale_inv"
-#: The tensors of one packed module, except its bias.
-PARTS = ("weight", "weight_scale_inv")
+#: The names of the factor, each of which only packed modules have.
+SCALES = ("weight_scale_inv", "weight_scale")
+_ACTIVATIONS = ("activation_scale", "input_scale", "input_scale_ub")
+_FORMATS = ("e4m3", "float8_e4m3fn")
+_SCALE_TYPES = (*DTYPES.values(), np.dtype(float8_e8m0fnu))
 
 
-def check(settings: Mapping[str, Any], path: object) -> None:
-    """Raise `CheckpointError` for unsupported settings."""
-    block = settings.get("weight_block_size")
-    if settings.get("fmt", "e4m3") != "e4m3" or not isinstance(block, list) or len(block) != 2:
+def layouts(settings: Mapping[str, Any], path: object) -> list[Layout]:
+    """A layout for each name of the factor.
+
+    Raises:
+        CheckpointError: The settings name a type or blocks that are not supported.
+    """
+    block, kind = settings.get("weight_block_size"), settings.get("fmt", _FORMATS[0])
+    is_valid = block is None or (isinstance(block, list) and len(block) == 2)
+    if kind not in _FORMATS or not is_valid:
         raise CheckpointError(
-            f"{path}: FP8 of format {settings.get('fmt', 'e4m3')!r} with weight_block_size"
-            f" {block!r} is not supported; supported is 'e4m3' with two sizes"
+            f"{path}: FP8 of format {kind!r} with weight_block_size {block!r} is not supported;"
+            f" supported are {' and '.join(_FORMATS)}, with two sizes or null"
         )
-    for size in block:
+    for size in block or ():
         integer("weight_block_size", size)
+    return [
+        Layout(name, ("weight", name, *_ACTIVATIONS), partial(read, scale=name)) for name in SCALES
+    ]
 
 
 def read(
-    get: Callable[[str], np.ndarray], has: Callable[[str], bool], module: str, settings: Any
+    get: Callable[[str], np.ndarray],
+    has: Callable[[str], bool],
+    module: str,
+    settings: Any,
+    scale: str = SCALES[0],
 ) -> Weight:
-    """Read a module's weight. `get` reads a tensor of the checkpoint by name."""
-    rows, columns = settings["weight_block_size"]
-    codes, scales = get(f"{module}.weight"), get(f"{module}.{MARKER}")
+    """Read a module's weight. `get` reads a tensor of the checkpoint by name; `scale` is the name
+    of the factor."""
+    codes, scales = get(f"{module}.weight"), get(f"{module}.{scale}")
     is_valid = codes.ndim == 2 and codes.size and codes.dtype.name == "float8_e4m3fn"
-    blocks = tuple(
-        -(-size // step) for size, step in zip(codes.shape, (rows, columns), strict=False)
-    )
-    if not is_valid or scales.dtype != np.float32 or scales.shape != blocks:
-        raise CheckpointError(
-            f"the parts of {module!r} do not fit together: {codes.dtype} of shape {codes.shape} and"
-            f" {scales.dtype} scales of shape {scales.shape}, in blocks of {rows} by {columns}"
-        )
+    if not is_valid or scales.dtype not in _SCALE_TYPES:
+        raise misfit(module, codes, scales)
+    scales = scales.astype(np.float32)
+    if not np.isfinite(scales).all():
+        raise CheckpointError(f"a scale of {module!r} is not finite")
+    block = settings.get("weight_block_size")
+    if block is not None and scales.size > 1:
+        return _in_blocks(codes, scales, tuple(block), module)
+    if scales.size not in (1, len(codes)):
+        raise misfit(module, codes, scales)
+    groups = np.zeros(codes.shape[1], np.int64)
+    return scaled_weight(codes, scales.reshape(-1, 1), groups, module, DTYPES["BF16"])
+
+
+def _in_blocks(
+    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], module: str
+) -> Weight:
+    """A weight with a scale per block of outputs and inputs."""
+    rows, columns = block
+    if scales.shape != tuple(
+        -(-size // step) for size, step in zip(codes.shape, block, strict=True)
+    ):
+        raise CheckpointError(f"{misfit(module, codes, scales)}, in blocks of {rows} by {columns}")
     values = np.empty(codes.shape, DTYPES["BF16"])
     for index, row in enumerate(scales):
         part = slice(index * rows, (index + 1) * rows)

@@ -78,8 +78,11 @@ _OTHER_FORMATS = {
     25: "I16",
     26: "I32",
     28: "F64",
-    41: "Q1_0",
+    42: "Q2_0",
 }
+#: A format without kernels, whose blocks of 128 signs become four of Q4_0 each, without loss.
+_SIGNS, _SIGNS_CODE, _SIGNS_BLOCK = "Q1_0", 41, (128, 18)
+_SIGNS_STEP = 1 << 16  # blocks that are converted at once
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 
@@ -164,6 +167,9 @@ class GGUFFile:
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
+        if info.format == _SIGNS:
+            data = _signs_as_q4_0(raw).reshape(rows, -1)
+            return Weight("Q4_0", rows, info.shape[-1], data, weight_name)
         weight = Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
         if info.format == ptq161.FORMAT:
             weight.columns = self._columns(info)
@@ -186,6 +192,19 @@ class GGUFFile:
             info, shape=info.shape[1:], offset=info.offset + index * size, num_bytes=size
         )
         return self.view(inner, weight_name)
+
+
+def _signs_as_q4_0(raw: np.ndarray) -> np.ndarray:
+    """Blocks of Q4_0 from those of Q1_0: a scale in float16, and a bit for each sign."""
+    blocks = raw.reshape(-1, _SIGNS_BLOCK[1])
+    out = np.empty((len(blocks), 4, 18), np.uint8)
+    for start in range(0, len(blocks), _SIGNS_STEP):
+        part = blocks[start : start + _SIGNS_STEP]
+        bits = np.unpackbits(part[:, 2:], axis=1, bitorder="little").reshape(-1, 4, 2, 16)
+        codes = 7 + 2 * bits  # of -1 and 1: the zero of Q4_0 is 8
+        out[start : start + len(part), :, :2] = part[:, None, :2]
+        out[start : start + len(part), :, 2:] = codes[:, :, 0] | codes[:, :, 1] << 4
+    return out
 
 
 class _Header:
@@ -292,16 +311,21 @@ class _Header:
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
         format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code)
+        if code == _SIGNS_CODE:
+            format = _SIGNS
         is_integer = code in INTEGER_CODES
         if format is None or (is_integer and len(shape) > 1):
             format_name = format or _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
-                f" {', '.join(sorted(BLOCKS))}"
+                f" {', '.join(sorted((*BLOCKS, _SIGNS)))}"
             )
-        if 0 in shape or (format in BLOCKS and shape[-1] % BLOCKS[format][0]):
+        values, block_bytes = _SIGNS_BLOCK if format == _SIGNS else BLOCKS.get(format, (1, 8))
+        if 0 in shape or shape[-1] % values:
             raise self.fault(f"is corrupt: tensor {name!r} of shape {list(shape)} in {format}")
-        size = 8 * shape[0] if is_integer else math.prod(shape[:-1]) * row_bytes(format, shape[-1])
+        size = math.prod(shape) // values * block_bytes
+        if format == ptq161.FORMAT:
+            size = math.prod(shape[:-1]) * row_bytes(format, shape[-1])
         if offset % alignment:
             raise self.fault(f"is corrupt: tensor {name!r} is not aligned")
         if base + offset + size > len(self.buffer):

@@ -43,6 +43,11 @@ def layouts(settings: Mapping[str, Any], path: object) -> list[Layout]:
 def _read(
     get: Callable[[str], np.ndarray], has: Callable[[str], bool], module: str, settings: Any
 ) -> Weight:
+    if has(f"{module}.pre_quant_scale"):
+        raise CheckpointError(
+            f"the inputs of {module!r} have a pre_quant_scale, which is not supported; supported"
+            " are weights that need no scales of inputs"
+        )
     if has(f"{module}.weight_scale_2"):
         return nvfp4.read(get, module, "weight", "weight_scale_2")
     numbers, scales = get(f"{module}.weight"), get(f"{module}.weight_scale")

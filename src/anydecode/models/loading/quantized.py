@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.advice import quantization_advice
 from anydecode.models.files import read_json
 from anydecode.models.loading import (
     awq,
@@ -36,10 +37,25 @@ def _only(module: ModuleType) -> Callable[[Mapping[str, Any], Path], list[Layout
     return layouts
 
 
+def _auto_round(settings: Mapping[str, Any], path: Path) -> list[Layout]:
+    """AutoRound (Cheng et al., 2023, arXiv:2309.05516) packs as GPTQ or AWQ do."""
+    packing = settings.get("packing_format")
+    packings = {"auto_round:auto_gptq": gptq, "auto_round:auto_awq": awq}
+    if packing not in packings:
+        raise CheckpointError(
+            f"{path}: AutoRound with packing_format {packing!r} is not supported; supported are"
+            f" {' and '.join(packings)}"
+        )
+    return _only(packings[packing])(settings, path)
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any], Path], list[Layout]]] = {
     "gptq": _only(gptq),
     "awq": _only(awq),
-    "fp8": _only(fp8),
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+    "fp8": fp8.layouts,
+    "fbgemm_fp8": fp8.layouts,
     "modelopt": modelopt.layouts,
     "compressed-tensors": compressed_tensors.layouts,
     "bitsandbytes": bitsandbytes.layouts,
@@ -48,15 +64,27 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], Path], list[Layout]]] = {
 }
 
 
+#: Method -> the file of its settings, where these are not in config.json.
+_OWN_FILES = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
+
+
 def settings_of(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The settings of the quantisation of the folder `path`, from its files; None: none.
 
-    ModelOpt writes them to a file of its own. hqq itself writes none, and stores everything with
-    each module.
+    Some multimodal models (Kimi K2.5) have them in their `text_config`, early versions of
+    compressed-tensors under another key, ModelOpt and early versions of AutoGPTQ and AutoAWQ in a
+    file of their own. hqq itself writes none, and stores everything with each module.
     """
-    settings = config.get("quantization_config")
-    if settings:
-        return settings
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        settings = part.get("quantization_config") or part.get("compression_config")
+        if settings:
+            return settings
+    if any(name.endswith(f".{gptq.MARKER}") for name in names):
+        for method, file in _OWN_FILES.items():
+            settings = read_json(path / file)
+            if settings:
+                return {**settings, "quant_method": method}
     settings = read_json(path / "hf_quant_config.json").get("quantization")
     if isinstance(settings, dict) and settings.get("quant_algo") is not None:
         return {**settings, "quant_method": "modelopt"}
@@ -79,7 +107,7 @@ def dequantizing_readers(
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
             f"{path}: weights quantised with {method!r} are not supported; supported are"
-            f" {', '.join(_METHODS)} and mxfp4"
+            f" {', '.join(_METHODS)} and mxfp4{quantization_advice(method)}"
         )
     result = dict(readers)
     get = partial(_read_plain, path, readers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_dtypes import float8_e4m3fn
+from ml_dtypes import float8_e4m3fn, float8_e8m0fnu
 from safetensors import SafetensorError, safe_open
 
 from anydecode.errors import CheckpointError
@@ -27,6 +27,7 @@ from anydecode.models.tokenizers import HFTokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 #: Names of the supported types in a header.
 _DTYPES: dict[str, np.dtype[Any]] = {
     **DTYPES,
@@ -38,6 +39,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         }.items()
     },
     "F8_E4M3": np.dtype(float8_e4m3fn),
+    "F8_E8M0": np.dtype(float8_e8m0fnu),
 }  # fmt: skip
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
@@ -125,6 +127,7 @@ def _files(path: Path) -> list[Path]:
         return [path / _SINGLE]
     found = sorted(path.glob("*.safetensors"))
     if found:
+        _check_shards(path, {file.name for file in found})
         return found
     if any(file.suffix in _PICKLED for file in path.iterdir()):
         raise CheckpointError(
@@ -132,6 +135,15 @@ def _files(path: Path) -> list[Path]:
             "use a checkpoint with safetensors"
         )
     raise CheckpointError(f"{path}: there are no safetensors files")
+
+
+def _check_shards(path: Path, names: set[str]) -> None:
+    """Raise CheckpointError if a shard of NAME-00001-of-0000N.safetensors is missing."""
+    for match in filter(None, map(_SHARD.fullmatch, sorted(names))):
+        for number in range(1, int(match[2]) + 1):
+            name = f"{match[1]}-{number:05d}-of-{match[2]}.safetensors"
+            if name not in names:
+                raise CheckpointError(f"{path}: the shard {name} is missing")
 
 
 def _open_files(files: list[Path]) -> dict[str, Reader]:

@@ -2,10 +2,11 @@
 engine's weight formats, without loss.
 
 weight[o, i] = number[o, i] * scale[o, g], where g is the group of input i. Integers whose groups
-are runs of a multiple of 32 inputs, with scales that float16 holds, get the smallest block format
-that holds them: Q4_0 (-8 to 7), Q5_0 (-16 to 15) or Q8_0 (-128 to 127). With one scale for the
-whole matrix, that scale is the factor of Q8_0 or bfloat16 numbers. Everything else becomes plain
-numbers in the type of the scales, which is what the tools that write these files dequantise to.
+have a multiple of 32 inputs, with scales that float16 holds, get the smallest block format that
+holds them: Q4_0 (-8 to 7), Q5_0 (-16 to 15) or Q8_0 (-128 to 127). The inputs of a group need not
+be neighbours, see `groups.py`. With one scale for the whole matrix, that scale is the factor of
+Q8_0 or bfloat16 numbers. Everything else becomes plain numbers in the type of the scales, which is
+what the tools that write these files dequantise to.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ def scaled_weight(
     is_consistent = scales.ndim == 2 and len(scales) == len(numbers) and groups.min() >= 0
     if not is_consistent or groups.shape != numbers.shape[1:] or groups.max() >= scales.shape[1]:
         raise misfit(module, numbers, scales)
-    blocks = block_groups(groups) if numbers.dtype.kind == "i" else None
+    blocks, order = block_groups(groups) if numbers.dtype.kind == "i" else (None, None)
     if blocks is not None and (scales == scales.astype(np.float16)).all():
         format = _smallest(numbers)
         if format is not None:
-            return _pack(format, numbers, scales.astype(np.float16)[:, blocks], module)
+            numbers = numbers if order is None else numbers[:, order]
+            return _pack(format, numbers, scales.astype(np.float16)[:, blocks], module, order)
     values = np.empty(numbers.shape, dtype or scales.dtype)
     step = max(1, GROUP_VALUES // numbers.shape[1])
     for start in range(0, len(values), step):
@@ -112,15 +114,23 @@ def _smallest(numbers: np.ndarray) -> str | None:
     return next(fitting, None)
 
 
-def _pack(format: str, numbers: np.ndarray, scales: np.ndarray, module: str) -> Weight:
-    """Integers as blocks of 32 of a format, with scales float16 `[out, blocks]`."""
+def _pack(
+    format: str,
+    numbers: np.ndarray,
+    scales: np.ndarray,
+    module: str,
+    order: np.ndarray | None = None,
+) -> Weight:
+    """Integers as blocks of 32 of a format, with scales float16 `[out, blocks]`. `order` is the
+    order of the inputs, see `Weight`."""
     blocks = numbers.reshape(len(numbers), -1, BLOCK)
     scale = np.ascontiguousarray(scales)[..., None]
     if format == "Q8_0":
-        return block_weight("Q8_0", module, blocks.astype(np.int8).view(np.uint8), scale)
+        codes = blocks.astype(np.int8).view(np.uint8)
+        return block_weight("Q8_0", module, codes, scale, order=order)
     codes = (blocks - _LOWEST[format]).astype(np.uint8)
     low = codes[..., :16] & 15 | codes[..., 16:] << 4
     if format == "Q4_0":
-        return block_weight("Q4_0", module, low, scale)
+        return block_weight("Q4_0", module, low, scale, order=order)
     high = np.packbits(codes >> 4, axis=-1, bitorder="little")
-    return block_weight("Q5_0", module, low, scale, high)
+    return block_weight("Q5_0", module, low, scale, high, order=order)
