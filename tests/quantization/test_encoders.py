@@ -52,9 +52,9 @@ def test_special_rows_are_close(format: str) -> None:
     x = values()
     error = np.abs(decoded(x, format) - x).max(1)
     assert error[3] == 0
-    limit = {"Q2_K": 0.5, "Q3_K": 0.25}.get(format, 0.13)
+    limit = {"Q2_K": 0.5, "Q3_K": 0.25, "NVFP4": 0.17}.get(format, 0.13)
     assert (error <= limit * np.abs(x).max(1)).all()
-    if limit == 0.13 and format != "NVFP4":  # whose scales are coarse below 1 / 64
+    if limit == 0.13:
         assert error[4] < 0.004 and error[6] < 0.2 * x[6].max()
 
 
@@ -70,14 +70,15 @@ def test_an_importance_matrix_lowers_the_error_of_important_inputs(format: str) 
     """Rejects an importance of other columns, and one that is not read."""
     x = np.random.default_rng(3).standard_normal((32, 512), np.float32)
     importance = np.random.default_rng(4).random(512, np.float32) ** 8
-    unweighted = float((((decoded(x, format) - x) ** 2) * importance).sum())
 
-    def error(weights: np.ndarray) -> float:
+    def error(weights: np.ndarray | None) -> float:
         data = encode(x, format, weights)
         found = dequantize(Weight(format, *x.shape, data))
         return float((((found - x) ** 2) * importance).sum())
 
-    assert error(importance) < 0.95 * unweighted
+    # Formats that search for scales only with an importance matrix gain by that alone.
+    unweighted = error(None if format in SEARCHED else np.ones(512, np.float32))
+    assert error(importance) < 0.95 * min(unweighted, error(None))
     assert error(importance[::-1].copy()) > unweighted
 
 

@@ -13,7 +13,7 @@ typedef struct {
   uint8_t q[QUANT_BLOCK];
 } Block;
 
-static void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) {
+INLINE void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) {
   if (j < 4) {
     *scale = packed[j] & 63;
     *min = packed[j + 4] & 63;
@@ -23,7 +23,7 @@ static void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) 
   }
 }
 
-static void read_k4(int format, const uint8_t *p, int j, Block *out) {
+INLINE void read_k4(int format, const uint8_t *p, int j, Block *out) {
   memcpy(&out->d, p, 2);
   memcpy(&out->m, p + 2, 2);
   k_scale(p + 4, j, &out->first, &out->second);
@@ -34,7 +34,7 @@ static void read_k4(int format, const uint8_t *p, int j, Block *out) {
     for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high[k] >> j) & 1) << 4);
 }
 
-static void read_k6(const uint8_t *p, int j, Block *out) {
+INLINE void read_k6(const uint8_t *p, int j, Block *out) {
   const uint8_t *low = p + 64 * (j / 4) + 32 * (j % 2), *high = p + 128 + 32 * (j / 4);
   int shift = j % 4 / 2 * 4, up = j % 4 * 2;
   for (int k = 0; k < QUANT_BLOCK; k++)
@@ -45,7 +45,7 @@ static void read_k6(const uint8_t *p, int j, Block *out) {
 }
 
 /* Scales and minima, or biased scales, of a block's halves, and codes of two or three bits. */
-static void read_k23(int format, const uint8_t *p, int j, Block *out) {
+INLINE void read_k23(int format, const uint8_t *p, int j, Block *out) {
   const uint8_t *q = p + (format == Q2_K ? 16 : 32) + 32 * (j / 4);
   int shift = j % 4 * 2;
   for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = (q[k] >> shift) & 3;
@@ -68,7 +68,7 @@ static void read_k23(int format, const uint8_t *p, int j, Block *out) {
   memcpy(&out->d, p + 108, 2);
 }
 
-static void read_iq4_xs(const uint8_t *p, int j, Block *out) {
+INLINE void read_iq4_xs(const uint8_t *p, int j, Block *out) {
   int low = p[4 + j / 2] >> (j % 2 * 4) & 15, high = p[2 + j / 4] >> (j % 4 * 2) & 3;
   out->first = (uint8_t)((low | high << 4) - 32);
   memcpy(&out->d, p, 2);
@@ -80,7 +80,7 @@ static void read_iq4_xs(const uint8_t *p, int j, Block *out) {
 }
 
 /* Ternary codes: four to a byte, or five as the digits of a fraction in base 3, the first highest. */
-static void read_ternary(int format, const uint8_t *p, int j, Block *out) {
+INLINE void read_ternary(int format, const uint8_t *p, int j, Block *out) {
   static const uint8_t powers[5] = {1, 3, 9, 27, 81};
   memcpy(&out->d, p + (format == TQ2_0 ? 64 : 52), 2);
   for (int k = 0; k < QUANT_BLOCK; k++) {
@@ -98,7 +98,7 @@ static void read_ternary(int format, const uint8_t *p, int j, Block *out) {
 
 /* Half a block of 64, whose quarters have scales. Their sign bits have no meaning; 127 is no number
  * and counts as 0. */
-static void read_nvfp4(const uint8_t *p, int j, Block *out) {
+INLINE void read_nvfp4(const uint8_t *p, int j, Block *out) {
   uint8_t scale[2];
   for (int half = 0; half < 2; half++) {
     const uint8_t *q = p + 4 + 16 * j + 8 * half;
@@ -114,7 +114,7 @@ static void read_nvfp4(const uint8_t *p, int j, Block *out) {
 }
 
 /* The magnitudes of the points are odd numbers below 16. */
-static void read_iq3_s(const uint8_t *p, const uint8_t *grid, int j, Block *out) {
+INLINE void read_iq3_s(const uint8_t *p, const uint8_t *grid, int j, Block *out) {
   memcpy(&out->d, p, 2);
   out->first = (uint8_t)(2 * (p[106 + j / 2] >> (j % 2 * 4) & 15) + 1);
   for (int k = 0; k < QUANT_BLOCK; k++) {
@@ -124,7 +124,7 @@ static void read_iq3_s(const uint8_t *p, const uint8_t *grid, int j, Block *out)
   }
 }
 
-static void read_small(int format, const uint8_t *p, Block *out) {
+INLINE void read_small(int format, const uint8_t *p, Block *out) {
   if (format == MXFP4) {
     out->first = *p++;
   } else {
@@ -152,7 +152,7 @@ static void read_small(int format, const uint8_t *p, Block *out) {
     for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high >> k) & 1) << 4);
 }
 
-static int stored_bytes(int format) {
+INLINE int stored_bytes(int format) {
   switch (format) {
     case Q4_0: return 18;
     case Q4_1: return 20;
@@ -180,7 +180,7 @@ static int stored_bytes(int format) {
   }
 }
 
-static void read_block(int format, const uint8_t *row, const uint8_t *grid, int b, Block *out) {
+INLINE void read_block(int format, const uint8_t *row, const uint8_t *grid, int b, Block *out) {
   if (format == NVFP4) {
     read_nvfp4(row + (int64_t)(b / 2) * stored_bytes(format), b % 2, out);
     return;
@@ -203,14 +203,14 @@ static void read_block(int format, const uint8_t *row, const uint8_t *grid, int 
 }
 
 /* The bits `mask` << `from` of each byte of `count` words, side by side in one word; `size`: of them. */
-static uint32_t join_bits(const uint32_t *words, int count, int from, uint32_t mask, int size) {
+INLINE uint32_t join_bits(const uint32_t *words, int count, int from, uint32_t mask, int size) {
   uint32_t joined = 0;
   for (int i = 0; i < count; i++) joined |= (words[i] >> from & mask) << (size * i);
   return joined;
 }
 
 /* Write the codes of one column into a packed block. */
-static void write_column(int format, const Block *from, int c, uint8_t *q) {
+INLINE void write_column(int format, const Block *from, int c, uint8_t *q) {
   uint32_t step[8], word;
   memcpy(step, from->q, QUANT_BLOCK);
   q += 4 * c;
@@ -247,7 +247,7 @@ INLINE int has_words(int format) {
 }
 
 /* Pack one column's block of a format with `has_words`. */
-static void write_words(int format, const uint8_t *stored, int c, uint8_t *block) {
+INLINE void write_words(int format, const uint8_t *stored, int c, uint8_t *block) {
   int scales = has_min(format) ? 2 : 1;
   memcpy(block + 2 * c, stored, 2);
   if (scales == 2) memcpy(block + 16 + 2 * c, stored + 2, 2);
@@ -255,7 +255,7 @@ static void write_words(int format, const uint8_t *stored, int c, uint8_t *block
   for (int i = 0; i < 4; i++) memcpy(block + 16 * scales + 32 * i + 4 * c, q + 4 * i, 4);
 }
 
-static void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
+INLINE void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
   if (format == MXFP4 || format == NVFP4) header[c] = from->first;
   else memcpy(header + 2 * c, &from->d, 2);
   if (format == NVFP4) header[8 + c] = from->second;
@@ -265,8 +265,9 @@ static void write_block(int format, const Block *from, int c, uint8_t *header, u
   write_column(format, from, c, block + scales_bytes(format));
 }
 
-static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
-  int format = to->format, blocks = to->in_features / QUANT_BLOCK;
+INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int64_t row_bytes,
+                          int group) {
+  int blocks = to->in_features / QUANT_BLOCK;
   uint8_t *p = (uint8_t *)to->data + group * to->group_bytes, *header = p;
   memset(p, 0, to->group_bytes);
   for (int b = 0; b < blocks; b++) {
@@ -293,8 +294,8 @@ static void repack_blocks(const Matrix *to, const uint8_t *from, int64_t row_byt
   }
 }
 
-static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
-  int size = to->format == F32 ? 4 : 2;
+INLINE void repack_numbers(int size, const Matrix *to, const uint8_t *from, int64_t row_bytes,
+                           int group) {
   uint8_t *p = (uint8_t *)to->data + group * to->group_bytes;
   memset(p, 0, to->group_bytes);
   for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
@@ -304,16 +305,56 @@ static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_byt
   }
 }
 
+static void repack_floats(const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {
+  if (to->format == F32) repack_numbers(4, to, from, row_bytes, group);
+  else repack_numbers(2, to, from, row_bytes, group);
+}
+
+/* Loading a model is mostly this, so that each format has a function without branches on it. */
+#define REPACK(format)                                                                      \
+  static __attribute__((noinline)) void repack_##format(                                    \
+      const Matrix *to, const uint8_t *from, int64_t row_bytes, int group) {                \
+    repack_blocks(format, to, from, row_bytes, group);                                      \
+  }
+REPACK(Q8_0)
+REPACK(Q4_0)
+REPACK(Q4_1)
+REPACK(Q5_0)
+REPACK(Q5_1)
+REPACK(Q2_K)
+REPACK(Q3_K)
+REPACK(Q4_K)
+REPACK(Q5_K)
+REPACK(Q6_K)
+REPACK(IQ4_NL)
+REPACK(IQ4_XS)
+REPACK(MXFP4)
+REPACK(NVFP4)
+REPACK(TQ1_0)
+REPACK(TQ2_0)
+REPACK(IQ1_S)
+REPACK(IQ1_M)
+REPACK(IQ2_XXS)
+REPACK(IQ2_XS)
+REPACK(IQ2_S)
+REPACK(IQ3_XXS)
+REPACK(IQ3_S)
+
+typedef void (*RepackGroup)(const Matrix *, const uint8_t *, int64_t, int);
+static const RepackGroup repack_of[NUM_FORMATS] = {
+    [F32] = repack_floats,      [F16] = repack_floats,      [BF16] = repack_floats,
+    [Q8_0] = repack_Q8_0,       [Q4_0] = repack_Q4_0,       [Q4_1] = repack_Q4_1,
+    [Q5_0] = repack_Q5_0,       [Q5_1] = repack_Q5_1,       [Q2_K] = repack_Q2_K,
+    [Q3_K] = repack_Q3_K,       [Q4_K] = repack_Q4_K,       [Q5_K] = repack_Q5_K,
+    [Q6_K] = repack_Q6_K,       [IQ4_NL] = repack_IQ4_NL,   [IQ4_XS] = repack_IQ4_XS,
+    [MXFP4] = repack_MXFP4,     [NVFP4] = repack_NVFP4,     [TQ1_0] = repack_TQ1_0,
+    [TQ2_0] = repack_TQ2_0,     [IQ1_S] = repack_IQ1_S,     [IQ1_M] = repack_IQ1_M,
+    [IQ2_XXS] = repack_IQ2_XXS, [IQ2_XS] = repack_IQ2_XS,   [IQ2_S] = repack_IQ2_S,
+    [IQ3_XXS] = repack_IQ3_XXS, [IQ3_S] = repack_IQ3_S,     [PTQ161] = repack_ptq161};
+
 /* Pack groups [first, last) of `to` from rows that are `row_bytes` apart. */
 static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last) {
-  for (int g = first; g < last; g++) {
-    if (to->format == PTQ161)
-      repack_ptq161(to, from, row_bytes, g);
-    else if (is_float(to->format))
-      repack_floats(to, from, row_bytes, g);
-    else
-      repack_blocks(to, from, row_bytes, g);
-  }
+  for (int g = first; g < last; g++) repack_of[to->format](to, from, row_bytes, g);
 }
 
 /* The number that the code of column c at input k stands for, before scale and minimum. */
