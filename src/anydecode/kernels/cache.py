@@ -123,9 +123,9 @@ def decode(format: str, stored: np.ndarray, head_dim: int) -> np.ndarray:
     return values.reshape(*stored.shape[:-1], width)[..., :head_dim]
 
 
-def _inverse(scale: np.ndarray, numerator: float = 1.0) -> np.ndarray:
-    """numerator / scale, 0 where the scale is 0."""
-    return np.where(scale > 0, np.float32(numerator) / scale, np.float32(0))
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    """1 / scale, 0 where the scale is 0."""
+    return np.where(scale > 0, np.float32(1) / scale, np.float32(0))
 
 
 def _half(x: np.ndarray) -> np.ndarray:
@@ -134,7 +134,8 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 def _int8_blocks(x: np.ndarray) -> np.ndarray:
     largest = np.abs(x).max(1, keepdims=True)
-    codes = np.rint(x * _inverse(largest, 127.0)).astype(np.int8).view(np.uint8)
+    inverse = np.where(largest > np.float32(4e-37), np.float32(127) / largest, np.float32(0))
+    codes = np.rint(x * inverse).astype(np.int8).view(np.uint8)
     return np.concatenate((_half(largest / np.float32(127.0)), codes), 1)
 
 

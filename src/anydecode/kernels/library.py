@@ -1,4 +1,5 @@
-"""ctypes bindings of the compiled kernels: structs, library loading, argmax, top-k and sampling."""
+"""ctypes bindings of the compiled kernels: structs, library loading, and functions of one row of
+logits."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels import interface
+from anydecode.kernels import interface, portable
 from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import has_torch
 from anydecode.kernels.interface import FORMATS, OWN_FORMATS
@@ -121,7 +122,7 @@ class Truncation(ctypes.Structure):
     @classmethod
     def of(cls, rule: interface.Truncation) -> Truncation:
         """The rule as the kernels take it."""
-        gap = np.log(rule.min_p) if rule.min_p else -np.inf
+        gap = float(portable.log(rule.min_p)) if rule.min_p else -np.inf
         return cls(rule.top_p, np.float32(rule.temperature), np.float32(gap), rule.top_k)
 
 
@@ -223,6 +224,8 @@ _SIGNATURES = {
     "argmax": (c_int32, [pointer, c_int64]),
     "top_k": (None, [pointer, c_int64, c_int64, c_int, pointer, pointer]),
     "logsumexp": (c_double, [pointer, c_int64]),
+    "exponentials": (c_double, [pointer, c_int64, pointer]),
+    "gumbel": (None, [pointer, c_int64, pointer]),
     "sample_gumbel": (
         c_int32,
         [pointer, c_int64, c_double, c_uint64, c_uint32, c_uint32, c_uint32],
@@ -349,6 +352,32 @@ def logsumexp(logits: np.ndarray) -> float:
     if highest == -np.inf:
         return highest
     return highest + float(np.log(np.exp(logits.astype(np.float64) - highest).sum()))
+
+
+def exponentials(scores: np.ndarray) -> tuple[np.ndarray, float]:
+    """exp(score - max) of scores `[n]`, in their dtype, and the sum of these in float64.
+
+    Called for one row at a time, so that the order of summation depends only on its length and not
+    on the batch.
+    """
+    library = load_library()
+    if library is None or scores.dtype != np.float32:
+        weights = np.exp(scores - scores.max())
+        return weights, float(weights.sum(dtype=np.float64))
+    weights = np.empty(len(scores), np.float32)
+    address, count = _row(np.ascontiguousarray(scores))
+    return weights, float(library.exponentials(address, count, weights.ctypes.data))
+
+
+def gumbel(uniform: np.ndarray) -> np.ndarray:
+    """-log(-log(u)) of float64 numbers `[n]` strictly between 0 and 1: Gumbel noise."""
+    library = load_library()
+    if library is None:
+        return -portable.log(-portable.log(uniform))
+    numbers = np.ascontiguousarray(uniform)
+    noise = np.empty_like(numbers)
+    library.gumbel(numbers.ctypes.data, numbers.size, noise.ctypes.data)
+    return noise
 
 
 def sample_gumbel(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels import portable
 
 #: Maximum number of patches of an image.
 MAX_PATCHES = 1024
@@ -16,8 +18,8 @@ _CHANNELS = 3
 class PatchEncoder:
     """A small transformer over the patches of an image, whose weights are random.
 
-    Sums are computed in a fixed order, so that the rows of an image have the same bits with every
-    number of threads.
+    Sums are computed in a fixed order, so that the rows of an image have the same bits on every
+    machine and with every number of threads.
 
     Args:
         hidden_size: The hidden size of the language model, that of the rows.
@@ -46,7 +48,9 @@ class PatchEncoder:
         random = np.random.default_rng(seed)
 
         def matrix(rows: int, columns: int) -> np.ndarray:
-            values: np.ndarray = random.standard_normal((rows, columns)) * columns**-0.5
+            # Uniform with variance 1 / columns: normal numbers need functions of the C library.
+            steps = random.integers(-(1 << 20), 1 << 20, (rows, columns)) / (1 << 20)
+            values: np.ndarray = steps * math.sqrt(3 / columns)
             return values
 
         wide = 2 * width
@@ -96,25 +100,33 @@ class PatchEncoder:
         state = state + _positions(height, width, state.shape[1])
         for query, key, value, output, up, down in self._layers:
             normed = _normed(state)
-            heads = [
-                _product(normed, one).reshape(count, self._heads, -1) for one in (query, key, value)
-            ]
-            weights = np.einsum("ihd,jhd->hij", heads[0], heads[1]) * heads[0].shape[2] ** -0.5
-            weights = np.exp(weights - weights.max(2, keepdims=True))
-            weights /= weights.sum(2, keepdims=True)
-            mixed = np.einsum("hij,jhd->ihd", weights, heads[2]).reshape(count, -1)
-            state = state + _product(mixed, output)
+            queries, keys, values = (
+                _product(normed, one).reshape(count, self._heads, -1).swapaxes(0, 1)
+                for one in (query, key, value)
+            )
+            weights = _product(queries, keys) / math.sqrt(queries.shape[2])
+            weights = portable.exp(weights - weights.max(2, keepdims=True))
+            mixed = _product(weights / _sum(weights), values.swapaxes(1, 2))
+            state = state + _product(mixed.swapaxes(0, 1).reshape(count, -1), output)
             state = state + _product(np.maximum(_product(_normed(state), up), 0), down)
         return _product(_normed(state), self._last).astype(np.float32)
 
 
 def _product(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    product: np.ndarray = np.einsum("ij,kj->ik", rows, weight)  # not by a library with threads
-    return product
+    """Products `[..., i, k]` of `[..., i, j]` and `[..., k, j]`, summed in the order of j."""
+    total = np.zeros((*rows.shape[:-1], weight.shape[-2]))
+    for j in range(rows.shape[-1]):
+        total += rows[..., :, None, j] * weight[..., None, :, j]
+    return total
+
+
+def _sum(x: np.ndarray) -> np.ndarray:
+    """The sum over the last axis, in its order."""
+    return np.cumsum(x, -1)[..., -1:]
 
 
 def _normed(rows: np.ndarray) -> np.ndarray:
-    normed: np.ndarray = rows / np.sqrt((rows * rows).mean(1, keepdims=True) + 1e-6)
+    normed: np.ndarray = rows / np.sqrt(_sum(rows * rows) / rows.shape[1] + 1e-6)
     return normed
 
 
@@ -123,4 +135,4 @@ def _positions(height: int, width: int, size: int) -> np.ndarray:
     coordinates = np.stack(np.divmod(np.arange(height * width), width), 1)
     rates = 0.5 ** np.arange((size + 3) // 4)
     angles = (coordinates[:, :, None] * rates).reshape(height * width, -1)
-    return np.concatenate([np.sin(angles), np.cos(angles)], 1)[:, :size]
+    return np.concatenate(portable.sine_and_cosine(angles), 1)[:, :size]

@@ -18,7 +18,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, register
 from anydecode.errors import CheckpointError, InvalidRequestError
-from anydecode.sampling.candidates import Candidates, exponentials, largest
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Candidates, largest
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 from anydecode.sampling.truncation import TopP

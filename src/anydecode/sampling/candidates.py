@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anydecode.errors import ConstraintError
-from anydecode.kernels.library import logsumexp, top_k
+from anydecode.kernels import portable
+from anydecode.kernels.library import exponentials, gumbel, logsumexp, top_k
 
 if TYPE_CHECKING:
     from anydecode.sampling.noise import Noise
@@ -155,31 +156,20 @@ def _best_key(scores: np.ndarray, uniform: np.ndarray) -> int:
     is the best key above the edge; comparing uniform numbers with one bound excludes nearly all.
     """
     if len(scores) <= 256:
-        return int((scores - np.log(-np.log(uniform))).argmax())
+        return int((scores + gumbel(uniform)).argmax())
     edge = scores.max() - np.float32(4)
     close = scores > edge
-    key = (scores[close] - np.log(-np.log(uniform[close]))).max()
+    key = (scores[close] + gumbel(uniform[close])).max()
     bound = np.exp(-np.exp(float(edge) - key)) - 1e-9
     index = np.flatnonzero(close | (uniform >= bound))
-    keys = scores[index] - np.log(-np.log(uniform[index]))
+    keys = scores[index] + gumbel(uniform[index])
     return int(index[keys.argmax()])
-
-
-def exponentials(scores: np.ndarray) -> tuple[np.ndarray, float]:
-    """exp(score - max) in float32, and their sum in float64.
-
-    Called for one contiguous row at a time, so that the order of summation depends only on its
-    length and not on the batch.
-    """
-    weights = np.subtract(scores, scores.max())
-    np.exp(weights, out=weights)
-    return weights, float(weights.sum(dtype=np.float64))
 
 
 def log_sum_exp(scores: np.ndarray) -> float:
     """log(sum(exp(scores))), accurate to about 1e-7."""
     _, total = exponentials(scores)
-    return float(scores.max()) + float(np.log(total))
+    return float(scores.max()) + float(portable.log(total))
 
 
 def largest(scores: np.ndarray, count: int) -> np.ndarray:

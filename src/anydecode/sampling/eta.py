@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.kernels import portable
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
@@ -23,7 +25,8 @@ class Eta(LogitsProcessor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         log_p, p = log_probabilities(candidates.scores)
-        bound = min(self.epsilon, float(np.sqrt(self.epsilon) * np.exp(-entropy(log_p, p))))
+        typical = float(portable.exp(-entropy(log_p, p)))
+        bound = min(self.epsilon, math.sqrt(self.epsilon) * typical)
         return candidates.keep(np.flatnonzero(p >= min(np.float32(bound), p.max())))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Truncation
 from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
@@ -23,7 +24,7 @@ class MinP(LogitsProcessor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         scores = candidates.scores
-        bound = scores.max() + np.float32(np.log(self.p))
+        bound = scores.max() + np.float32(portable.log(self.p))
         return candidates.keep(np.flatnonzero(scores >= bound))
 
     def truncated(self, rule: Truncation) -> Truncation | None:

@@ -11,7 +11,9 @@ import math
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
+from anydecode.kernels import portable
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Candidates, descending, largest
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 
@@ -43,7 +45,7 @@ class Mirostat(LogitsProcessor):
     def apply(self, candidates: Candidates) -> Candidates:
         scores = candidates.scores
         _, total = exponentials(scores)
-        offset = np.float32(float(scores.max()) + math.log(total))
+        offset = np.float32(float(scores.max()) + float(portable.log(total)))
         self._surprise = (offset - scores) * np.float32(1 / math.log(2))
         self._tokens = candidates.tokens
         return candidates.keep(self._kept(scores, self._surprise))

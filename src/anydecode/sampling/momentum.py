@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.sampling.candidates import Candidates, exponentials, largest
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Candidates, largest
 from anydecode.sampling.history import History
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor

@@ -13,6 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from anydecode.kernels import portable
+from anydecode.kernels.library import gumbel
+
 #: Purposes of a stream. Their order determines the text that a seed gives, so it must not change.
 PURPOSES = ("target", "coin", "residual", "draft", "unmask", "search", "resample", "other")
 
@@ -72,13 +75,13 @@ class Noise:
 
     def gumbel(self, tokens: np.ndarray | range, position: int, attempt: int = 0) -> np.ndarray:
         """float64 `[len(tokens)]`: -log(-log(uniform)), standard Gumbel noise."""
-        noise: np.ndarray = -np.log(-np.log(self.uniform(tokens, position, attempt)))
-        return noise
+        return gumbel(self.uniform(tokens, position, attempt))
 
     def normal(self, count: int, position: int, attempt: int = 0) -> np.ndarray:
         """float64 `[count]`, standard normal (Box and Muller's transform of uniform numbers)."""
         first, second = self.uniform(range(2 * count), position, attempt).reshape(2, count)
-        numbers: np.ndarray = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+        cosines = portable.sine_and_cosine(2 * np.pi * second)[1]
+        numbers: np.ndarray = np.sqrt(-2 * portable.log(first)) * cosines
         return numbers
 
     def coin(self, position: int, attempt: int = 0, index: int = 0) -> float:

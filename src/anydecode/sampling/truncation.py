@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Truncation
-from anydecode.sampling.candidates import Candidates, descending, exponentials, largest
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Candidates, descending, largest
 from anydecode.sampling.processor import LogitsProcessor
 
 #: Minimum weight, relative to the best token, of the tokens that top-p considers first.
@@ -72,7 +74,7 @@ class Epsilon(LogitsProcessor):
 def log_probabilities(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """ln p and p of softmax(scores), float32."""
     weights, total = exponentials(scores)
-    log_p = scores - np.float32(float(scores.max()) + np.log(total))
+    log_p = scores - np.float32(float(scores.max()) + float(portable.log(total)))
     weights *= np.float32(1 / total)
     return log_p, weights
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
-from anydecode.sampling.candidates import Candidates, exponentials
+from anydecode.kernels import portable
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Candidates
 from anydecode.sampling.preset import WORKS_WITH, SamplerPreset
 from anydecode.sampling.processor import LogitsProcessor
 
@@ -37,12 +39,12 @@ class ExcludeTopChoices(LogitsProcessor):
         rest = total - float(weights[dropped].sum(dtype=np.float64))
         scores = candidates.writable()
         stay = 1 - self.probability
-        raised = np.float32(np.log(stay + self.probability * total / rest))
+        raised = np.float32(portable.log(stay + self.probability * total / rest))
         if stay == 0:
             mask = np.ones(len(scores), bool)
             mask[dropped] = False
             return candidates.keep(np.flatnonzero(mask))
-        lowered = scores[dropped] + np.float32(np.log(stay))
+        lowered = scores[dropped] + np.float32(portable.log(stay))
         scores += raised
         scores[dropped] = lowered
         return candidates

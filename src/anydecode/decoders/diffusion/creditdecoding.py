@@ -19,7 +19,7 @@ from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import Confidence
 from anydecode.decoders.diffusion.unmasking import ThresholdUnmasking
 from anydecode.errors import InvalidRequestError
-from anydecode.sampling.candidates import exponentials
+from anydecode.kernels.library import exponentials
 from anydecode.scoring.sequence import Sequence
 
 

@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from anydecode.sampling.candidates import Distribution, exponentials
+from anydecode.kernels.library import exponentials
+from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Scores
 from anydecode.scoring.sequence import Sequence

@@ -276,6 +276,16 @@ EXPORT double anydecode_logsumexp(const float *logits, int64_t n) {
   return chosen->logsumexp(logits, n);
 }
 
+/* weights[i] = exp(x[i] - max). Returns the sum of the weights. */
+EXPORT double anydecode_exponentials(const float *x, int64_t n, float *weights) {
+  return chosen->exponentials(x, n, weights);
+}
+
+/* noise[i] = -log(-log(uniform[i])) */
+EXPORT void anydecode_gumbel(const double *uniform, int64_t n, double *noise) {
+  for (int64_t i = 0; i < n; i++) noise[i] = -portable_log(-portable_log(uniform[i]));
+}
+
 EXPORT int32_t anydecode_sample_gumbel(const float *logits, int64_t n, double inverse_temperature,
                                      uint64_t seed, uint32_t stream, uint32_t position,
                                      uint32_t attempt) {

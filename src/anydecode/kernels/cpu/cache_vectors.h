@@ -110,7 +110,7 @@ static void encode_block(int format, const float *from, uint8_t *to) {
     uint16_t scale = float_to_f16(amax / 127.0f);
     int32_t low, high;
     memcpy(to, &scale, 2);
-    round_block(from, amax > 0 ? 127.0f / amax : 0.0f, (int8_t *)to + 2, &low, &high);
+    round_block(from, int8_factor(amax), (int8_t *)to + 2, &low, &high);
     return;
   }
   float low = -f8_reduce_max(negated_min), step = (f8_reduce_max(max) - low) / 15.0f;

@@ -276,6 +276,7 @@ typedef struct {
   int32_t (*argmax)(const float *logits, int64_t n);
   void (*top_k)(const float *logits, int64_t n, int count, int32_t *ids, float *values);
   double (*logsumexp)(const float *logits, int64_t n);
+  double (*exponentials)(const float *x, int64_t n, float *weights);
   void (*sample)(const SampleSpec *spec, const float *logits, int64_t first, int64_t last,
                  BestToken *best);
   int32_t (*sample_truncated)(const SampleSpec *spec, const float *logits, int64_t n);

@@ -2,10 +2,9 @@
 #ifndef ANYDECODE_PASSES_H
 #define ANYDECODE_PASSES_H
 
+#include "doubles.h"
 #include "plan.h"
 #include "threads.h"
-
-#include <math.h>
 
 extern const Kernels kernels_scalar;
 static const Kernels *chosen = &kernels_scalar;
@@ -51,8 +50,33 @@ static int check_pass(const Pass *pass) {
   return layers ? check_tables(pass) : OK;
 }
 
+/* How this thread rounds, and what it does with numbers below the normal ones. Libraries that are
+ * compiled for speed change it, for all threads that are started afterwards. */
+#if defined(__x86_64__) || defined(_M_X64)
+enum { FLAGS = 0x3f, USUAL = 0x1f80 }; /* of exceptions; to nearest, all numbers, no traps */
+static unsigned float_mode(void) { return __builtin_ia32_stmxcsr() & ~(unsigned)FLAGS; }
+static void set_float_mode(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
+#elif defined(__aarch64__)
+enum { USUAL = 0 };
+static unsigned float_mode(void) {
+  uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return (unsigned)mode;
+}
+static void set_float_mode(unsigned mode) {
+  __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)mode));
+}
+#else
+enum { USUAL = 0 };
+static unsigned float_mode(void) { return USUAL; }
+static void set_float_mode(unsigned mode) { (void)mode; }
+#endif
+
 static void run_part(void *argument, int stage, int part, int thread) {
+  unsigned mode = float_mode();
+  if (mode != USUAL) set_float_mode(USUAL);
   chosen->run(argument, stage, part, thread);
+  if (mode != USUAL) set_float_mode(mode);
 }
 
 static void prefetch_part(void *argument, int stage, int thread) {
@@ -101,7 +125,7 @@ static int is_interrupted(const Pass *pass) { return pass->interrupt && *pass->i
 static double probability_of(const Pass *pass, int32_t row, int32_t token) {
   const float *logits = pass->logits + (int64_t)row * pass->head_size;
   float logit = pass->head_tokens ? pass->spread[token] : logits[token];
-  return exp((double)logit - chosen->logsumexp(logits, pass->head_size));
+  return portable_exp((double)logit - chosen->logsumexp(logits, pass->head_size));
 }
 
 #endif

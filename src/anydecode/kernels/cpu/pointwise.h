@@ -2,6 +2,7 @@
 #ifndef ANYDECODE_POINTWISE_H
 #define ANYDECODE_POINTWISE_H
 
+#include "doubles.h"
 #include "layout.h"
 #include "maths.h"
 
@@ -70,11 +71,12 @@ static void layer_norm(const float *x, int width, int groups, const float *weigh
 static void rope_table(int32_t position, const float *frequencies, int half, float factor,
                        float growth, int32_t period, int32_t start, float *out) {
   if (growth != 0.0f)
-    factor *= 1.0f + growth * logf(1.0f + (float)((position + start) / period));
+    factor *= 1.0f + growth * (float)portable_log(1.0 + (double)((position + start) / period));
   for (int i = 0; i < half; i++) {
-    float angle = (float)position * frequencies[i];
-    out[i] = cosf(angle) * factor;
-    out[half + i] = sinf(angle) * factor;
+    double sine, cosine;
+    sine_and_cosine((float)position * frequencies[i], &sine, &cosine);
+    out[i] = (float)cosine * factor;
+    out[half + i] = (float)sine * factor;
   }
 }
 

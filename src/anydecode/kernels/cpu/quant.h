@@ -157,8 +157,7 @@ static void quantise_row(const float *x, int width, Activations *out) {
     f8 max = f8_set(0.0f);
     for (int i = 0; i < QUANT_BLOCK; i += LANES) max = f8_max(f8_abs(f8_load(x + i)), max);
     float amax = f8_reduce_max(max);
-    float inverse = amax > 0 ? 127.0f / amax : 0.0f;
-    round_block(x, inverse, out->q, &out->low, &out->high);
+    round_block(x, int8_factor(amax), out->q, &out->low, &out->high);
     out->scale = amax / 127.0f;
     out->scaled_sum = out->scale * (float)(out->low + out->high);
   }

@@ -1,8 +1,9 @@
-/* Argmax, top-k, logsumexp and sampling of one row of logits. The noise is that of
+/* Argmax, top-k, exponentials and sampling of one row of logits. The noise is that of
  * scoring/noise.py: Philox4x32-10 (Salmon et al., 2011). */
 #ifndef ANYDECODE_SAMPLE_H
 #define ANYDECODE_SAMPLE_H
 
+#include "doubles.h"
 #include "layout.h"
 #include "maths.h"
 
@@ -76,9 +77,22 @@ static double logsumexp(const float *x, int64_t n) {
     int64_t i = start;
     for (; i + 8 <= end; i += 8) part = f8_add(part, f8_exp(f8_sub(f8_load(x + i), shift)));
     sum += (double)f8_sum(part);
-    for (; i < end; i++) sum += exp((double)x[i] - (double)max);
+    for (; i < end; i++) sum += portable_exp((double)x[i] - (double)max);
   }
-  return (double)max + log(sum);
+  return (double)max + portable_log(sum);
+}
+
+/* weights[i] = exp(x[i] - max). Returns the sum of the weights: lane j of eight adds every eighth one
+ * from j on. */
+static double exponentials(const float *x, int64_t n, float *weights) {
+  double sum[8] = {0.0};
+  f8 max = f8_set(max_of(x, n));
+  for (int64_t i = 0; i < n; i += 8) {
+    int count = n - i < 8 ? (int)(n - i) : 8;
+    f8_store_part(weights + i, f8_exp(f8_sub(f8_load_part(x + i, count), max)), count);
+    for (int j = 0; j < count; j++) sum[j] += (double)weights[i + j];
+  }
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
 }
 
 enum { NOISE_TOKENS = 32, CHUNK_TOKENS = 8 * NOISE_TOKENS };
@@ -135,7 +149,7 @@ typedef struct {
 static void consider(GumbelSearch *search, int64_t token, uint32_t word) {
   double u = ((double)word + 0.5) * 0x1p-32;
   double score = (double)search->logits[token] * search->spec->inverse_temperature;
-  score -= log(-log(u));
+  score -= portable_log(-portable_log(u));
   if (search->best_token >= 0 &&
       !(score > search->best_score || (score == search->best_score && token < search->best_token)))
     return;

@@ -69,6 +69,9 @@ INLINE uint16_t float_to_bf16(float x) {
 #error "no instruction set chosen"
 #endif
 
+/* The factor by which numbers of sizes up to `max` become int8; 0 where it would be infinite. */
+INLINE float int8_factor(float max) { return max > 4e-37f ? 127.0f / max : 0.0f; }
+
 /* ((0+1)+(2+3)) + ((4+5)+(6+7)) */
 INLINE float f8_sum(f8 x) {
   float v[8];

@@ -44,7 +44,12 @@ INLINE f8 f8_fours(const f8 *x) {
 INLINE f8 f8_join(f8 low, f8 high) {
   return F8(vaddq_f32(low.a, low.b), vaddq_f32(high.a, high.b));
 }
-INLINE float f8_reduce_max(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+INLINE float32x4_t max4(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
+INLINE float f8_reduce_max(f8 x) {
+  float32x4_t m = max4(x.a, x.b);
+  m = max4(m, vextq_f32(m, m, 2));
+  return vgetq_lane_f32(max4(m, vdupq_laneq_f32(m, 1)), 0);
+}
 INLINE f8 f8_from_i8(i8 x) { return F8(vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)); }
 INLINE float32x4_t power_of_two(float32x4_t n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23));

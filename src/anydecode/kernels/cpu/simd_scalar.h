@@ -37,9 +37,10 @@ INLINE f8 f8_join(f8 low, f8 high) {
   EACH(f8, i < 4 ? low.v[i] + low.v[i + 4] : high.v[i - 4] + high.v[i]);
 }
 INLINE float f8_reduce_max(f8 x) {
-  float max = x.v[0];
-  for (int i = 1; i < 8; i++) max = x.v[i] > max ? x.v[i] : max;
-  return max;
+  float m[4];
+  for (int i = 0; i < 4; i++) m[i] = x.v[i] > x.v[i + 4] ? x.v[i] : x.v[i + 4];
+  for (int i = 0; i < 2; i++) m[i] = m[i] > m[i + 2] ? m[i] : m[i + 2];
+  return m[0] > m[1] ? m[0] : m[1];
 }
 INLINE f8 f8_from_i8(i8 x) { EACH(f8, (float)x.v[i]); }
 INLINE f8 f8_scale2(f8 x, f8 n) { EACH(f8, x.v[i] * ldexpf(1.0f, (int)n.v[i])); }

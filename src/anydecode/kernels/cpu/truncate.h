@@ -60,7 +60,7 @@ static double total_weight(const float *logits, int64_t n, float divisor, float 
       part = f8_add(part, f8_exp(f8_sub(score, f8_set(max))));
     }
     sum += (double)f8_sum(part);
-    for (; i < end; i++) sum += exp((double)(logits[i] / divisor - max));
+    for (; i < end; i++) sum += portable_exp((double)(logits[i] / divisor - max));
   }
   return sum;
 }
@@ -70,7 +70,7 @@ static double total_weight(const float *logits, int64_t n, float divisor, float 
 static int nucleus(const ScoredToken *tokens, int count, int is_whole, double top_p, double total) {
   double mass = top_p * total, slack = WEIGHT_SLACK * total, sum = 0.0;
   for (int i = 0; i < count; i++) {
-    sum += exp((double)(tokens[i].score - tokens[0].score));
+    sum += portable_exp((double)(tokens[i].score - tokens[0].score));
     if (sum > mass + slack) return i + 1;
     if (sum > mass - slack) return -1;
   }
@@ -106,7 +106,7 @@ static int32_t sample_truncated(const SampleSpec *spec, const float *logits, int
     is_whole |= is_first;
     if (rule->top_p < 1.0) {
       double total = is_first ? 0.0 : whole;
-      for (int i = 0; is_first && i < count; i++) total += exp((double)(tokens[i].score - max));
+      for (int i = 0; is_first && i < count; i++) total += portable_exp((double)(tokens[i].score - max));
       int size = nucleus(tokens, count, is_whole, rule->top_p, total);
       if (size < 0) return -1;
       if (!size && bound < floor) continue;
@@ -126,7 +126,8 @@ static int32_t sample_truncated(const SampleSpec *spec, const float *logits, int
     uint32_t words[NOISE_TOKENS], id = (uint32_t)tokens[i].token;
     philox(&keys, id & ~3u, spec->counter, rows);
     i8_store_fours(words, rows);
-    double key = (double)tokens[i].score - log(-log(((double)words[id & 3] + 0.5) * 0x1p-32));
+    double u = ((double)words[id & 3] + 0.5) * 0x1p-32;
+    double key = (double)tokens[i].score - portable_log(-portable_log(u));
     if (key < best || (key == best && tokens[i].token > token)) continue;
     best = key;
     token = tokens[i].token;

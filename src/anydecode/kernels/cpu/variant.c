@@ -8,6 +8,6 @@
 #define TEXT(variant) TEXT2(variant)
 
 const Kernels NAME(VARIANT);
-const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,    prefetch, repack,    linear,
-                               unpack_row,    argmax, top_k,    logsumexp, sample_token,
-                               sample_truncated};
+const Kernels NAME(VARIANT) = {TEXT(VARIANT), run,          prefetch,     repack,
+                               linear,        unpack_row,   argmax,       top_k,
+                               logsumexp,     exponentials, sample_token, sample_truncated};

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Attention, Xielu
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
@@ -511,7 +512,7 @@ class _LayerReader:
         """The activation, of which the checkpoint has the inverse softplus of two factors."""
         name = self._full("mlp.act_fn")
         positive, negative = (
-            float(np.logaddexp(0.0, self._reader.vector(f"{name}.alpha_{sign}", 1)[0]))
+            float(np.float32(portable.softplus(self._reader.vector(f"{name}.alpha_{sign}", 1)[0])))
             for sign in "pn"
         )
         beta, eps = (float(self._reader.tensor(f"{name}.{part}", ())) for part in ("beta", "eps"))

@@ -29,9 +29,10 @@ def _buckets() -> np.ndarray:
     """The bucket of each distance from -BIAS_REACH to BIAS_REACH: half of them are of keys behind
     the row, half of each half of single distances."""
     distances = np.arange(-BIAS_REACH, BIAS_REACH + 1)
-    sizes = np.abs(distances).astype(np.float32)
-    logarithm = np.log(np.maximum(sizes, 1) / np.float32(_EXACT)) / np.log(BIAS_REACH / _EXACT)
-    large = np.minimum(_EXACT + np.floor(logarithm * (_HALF - _EXACT)), _HALF - 1)
-    found = np.where(sizes < _EXACT, sizes, large).astype(np.int64)
+    sizes = np.abs(distances)
+    # Two buckets for each doubling of the size, found by its square, which has no rounding.
+    squares = np.array([_EXACT**2 << k for k in range(1, _HALF - _EXACT)])
+    large = _EXACT + np.searchsorted(squares, sizes**2, side="right")
+    found = np.where(sizes < _EXACT, sizes, large)
     result: np.ndarray = found + np.where(distances > 0, _HALF, 0)
     return result

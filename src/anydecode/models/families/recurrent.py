@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.kernels import portable
 from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Recurrence, RecurrenceWeights, Weight
 from anydecode.models.families.values import Config, bool_value, int_value, value_or
@@ -55,7 +56,8 @@ def _decay(reader: TensorReader, name: str, shape: tuple[int, ...]) -> np.ndarra
     """The decay, which is stored as its logarithm, or (GGUF) as it is."""
     if reader.has(f"{name}.A"):
         return reader.tensor(f"{name}.A", shape)
-    return -np.exp(reader.tensor(f"{name}.A_log", shape))
+    rates: np.ndarray = -portable.exp(reader.tensor(f"{name}.A_log", shape))
+    return rates.astype(np.float32)
 
 
 def _parts(
@@ -449,7 +451,7 @@ def _read_lru(
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=-8.0 * np.logaddexp(np.float32(0.0), parameter),
+        decay=-8.0 * portable.softplus(parameter).astype(np.float32),
         step_bias=np.concatenate(biases),
     )
     return RecurrentWeights(

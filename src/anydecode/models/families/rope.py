@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Rope
 from anydecode.models.limits import ConfigError, integer, number, refusal
 
@@ -100,8 +101,7 @@ def _checked_parameter(key: str, value: Any) -> Any:
 def _powers(base: float, dim: int) -> np.ndarray:
     """base ** (2 i / dim), float32 `[dim / 2]`, rounded from float64."""
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    powers: np.ndarray = float(base) ** exponents.astype(np.float64)
-    return powers.astype(np.float32)
+    return portable.power(base, exponents).astype(np.float32)
 
 
 def _default(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
@@ -125,15 +125,17 @@ def _proportional(
 def _dynamic(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
     factor, length = p["factor"], max(max_positions, trained_positions)
     base_factor = (factor * length / trained_positions) - (factor - 1)
-    return Rope(1.0 / _powers(p["rope_theta"] * base_factor ** (dim / (dim - 2)), dim))
+    stretch = float(portable.power(base_factor, dim / (dim - 2)))
+    return Rope(1.0 / _powers(p["rope_theta"] * stretch, dim))
 
 
 def _ntk_alpha(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
-    return Rope(1.0 / _powers(p["rope_theta"] * p["alpha"] ** (dim / (dim - 2)), dim))
+    stretch = float(portable.power(p["alpha"], dim / (dim - 2)))
+    return Rope(1.0 / _powers(p["rope_theta"] * stretch, dim))
 
 
 def _yarn_mscale(scale: float, weight: float = 1.0) -> float:
-    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+    return 1.0 if scale <= 1 else 0.1 * weight * float(portable.log(scale)) + 1.0
 
 
 def _yarn(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions: int) -> Rope:
@@ -148,7 +150,8 @@ def _yarn(p: Mapping[str, Any], dim: int, trained_positions: int, max_positions:
 
     def dimension(rotations: float) -> float:
         """The dimension that makes `rotations` turns over the original context."""
-        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
+        turns = float(portable.log(original / (rotations * 2 * math.pi)))
+        return dim * turns / (2 * float(portable.log(base)))
 
     low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
     if p.get("truncate", True):
@@ -191,7 +194,7 @@ def _longrope(p: Mapping[str, Any], dim: int, trained_positions: int, max_positi
     if attention_factor is None:
         attention_factor = 1.0
         if factor > 1.0:
-            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+            attention_factor = math.sqrt(1 + float(portable.log(factor) / portable.log(original)))
     factors = np.array(p[f"{length}_factor"], np.float32)
     powers = _powers(p["rope_theta"], dim)
     if factors.shape != powers.shape:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Attention
 from anydecode.models.differential import DifferentialWeights
 from anydecode.models.families.family import Family
@@ -74,17 +75,17 @@ def read_differential(
     """The factor and the norm of the differential attention of layer `index`."""
     name, dim = f"{layer}.attn.inner_cross_attn", shape.head_dim // 2
     first, second = (
-        math.exp(
-            float(
-                np.dot(
-                    reader.vector(f"{name}.lambda_q{head}", dim).astype(np.float64),
-                    reader.vector(f"{name}.lambda_k{head}", dim).astype(np.float64),
+        float(
+            portable.exp(
+                math.fsum(
+                    reader.vector(f"{name}.lambda_q{head}", dim).astype(np.float64)
+                    * reader.vector(f"{name}.lambda_k{head}", dim).astype(np.float64)
                 )
             )
         )
         for head in (1, 2)
     )
-    start = 0.8 - 0.6 * math.exp(-0.3 * index)
+    start = 0.8 - 0.6 * float(portable.exp(-0.3 * index))
     norm = reader.vector(f"{name}.subln.weight", shape.head_dim)
     return DifferentialWeights(first - second + start, norm * np.float32(1 - start))
 

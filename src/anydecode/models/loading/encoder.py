@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.kernels import portable
 from anydecode.kernels.interface import Weight
 from anydecode.models.families.dispatch import class_names
 from anydecode.models.families.rope import rope_type
@@ -385,7 +386,7 @@ def _gte(config: Mapping[str, Any]) -> dict[str, Any]:
     theta = number("rope_theta", value_or(config, "rope_theta", 10_000.0), 1.001, 1e12)
     heads = int_value(config, "num_attention_heads", 12)
     dim = int_value(config, "hidden_size", 768) // heads
-    stretch = factor ** (2 / max(dim, 1))
+    stretch = float(portable.power(factor, 2 / max(dim, 1)))
     return {
         "rope_theta": theta * factor,
         "rope_scaling": {"rope_type": "linear", "factor": stretch},
