@@ -51,6 +51,16 @@ _NOMIC = {
     "post_mlp_layernorm": "norm2",
 }
 
+#: The same of Jina's third model.
+_JINA_V3 = {
+    "embeddings.LayerNorm": "emb_ln",
+    "layers.": "encoder.layers.",
+    "self_attn.o_proj": "mixer.out_proj",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
+_OWN_NAMES = {"NomicBert": (_NOMIC, "attn.Wqkv"), "JinaEmbeddingsV3": (_JINA_V3, "mixer.Wqkv")}
+
 
 #: The names of sizes in configs of DistilBERT, and the usual ones.
 _DISTIL = {
@@ -83,6 +93,15 @@ CASES: dict[str, Case] = {
         "nomic-bert",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
         {"rope.freq_base": 1000.0},
+    ),
+    "jina v3": Case(
+        "JinaEmbeddingsV3",
+        "jina-bert-v3",
+        {
+            "type_vocab_size": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
+        },
+        {"rope.freq_base": 2000.0},
     ),
     "modernbert": Case(
         "ModernBert",
@@ -286,9 +305,8 @@ def _stored(case: Case, model: Any) -> dict[str, np.ndarray]:
         name = full
         for prefix in ("bert.", "roberta.", "distilbert.", "model."):
             name = name.removeprefix(prefix)
-        if case.family == "NomicBert":
-            for usual, own in _NOMIC.items():
-                name = name.replace(usual, own)
+        for usual, own in _OWN_NAMES.get(case.family, ({}, ""))[0].items():
+            name = name.replace(usual, own)
         if "pooler" in name or name.endswith(("position_ids", "token_type_ids", "inv_freq")):
             continue
         if case.family == "ModernBert" and name.startswith("classifier."):
@@ -296,11 +314,10 @@ def _stored(case: Case, model: Any) -> dict[str, np.ndarray]:
         if case.family in ("Gemma3Text", "EuroBert"):
             name = f"model.{name}"
         found[name] = parameter.numpy()
-    for name in [
-        name for name in found if "self_attn.q_proj" in name and case.family == "NomicBert"
-    ]:
+    fused = _OWN_NAMES.get(case.family, ({}, ""))[1]
+    for name in [name for name in found if fused and "self_attn.q_proj" in name]:
         parts = [found.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        found[name.replace("self_attn.q_proj", "attn.Wqkv")] = np.concatenate(parts)
+        found[name.replace("self_attn.q_proj", fused)] = np.concatenate(parts)
     return found
 
 

@@ -23,6 +23,7 @@ OTHER_REFERENCES = {
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
+    "nemotron-nas": "Llama of `transformers`",
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
     "bailing_moe": "Granite of `transformers`",
@@ -78,6 +79,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
         architecture = deepseek.ARCHITECTURES.get(key, "deepseek2")
         yield model_type(family), architecture, key not in deepseek.NOT_OF_LLAMA_CPP
     yield "rwkv7", "rwkv7", True
+    yield "nemotron-nas", "deci", True
     yield "bailing_moe", "bailingmoe", True
     yield "bailing_moe_v2", "bailingmoe2", True
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:

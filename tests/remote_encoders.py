@@ -160,6 +160,45 @@ def _jina_states(t: Tensors, config: dict[str, Any], tokens: list[int]) -> Array
     return x
 
 
+def _jina_code_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes = _jina_shapes(config)
+    for layer in range(LAYERS):
+        name = f"encoder.layer.{layer}."
+        for old in ("gated_layers.weight", "wo.weight", "wo.bias", "layernorm.weight"):
+            del shapes[f"{name}mlp.{old}"]
+        del shapes[f"{name}mlp.layernorm.bias"]
+        shapes |= _norms(*(f"{name}attention.self.layer_norm_{part}" for part in "qk"))
+        shapes |= _norms(f"{name}layer_norm_1", f"{name}layer_norm_2")
+        shapes[f"{name}mlp.up_gated_layer.weight"] = (2 * INNER, HIDDEN)
+        shapes |= _biased(f"{name}mlp.down_layer", HIDDEN, INNER)
+    return shapes
+
+
+def _jina_code_states(t: Tensors, config: dict[str, Any], tokens: list[int]) -> Array:
+    """The same with norms of queries and keys, a second sum around the attention, and the gate
+    behind the other half."""
+    heads, eps = config["num_attention_heads"], config["layer_norm_eps"]
+    places = np.arange(len(tokens))
+    bias = -_jina_slopes(heads)[:, None, None] * np.abs(places[:, None] - places)
+    x = _embedded(t, "embeddings.", "embeddings.LayerNorm", tokens, eps)
+    for layer in range(LAYERS):
+        name = f"encoder.layer.{layer}."
+        q, k, v = (
+            _linear(t, f"{name}attention.self.{part}", x) for part in ("query", "key", "value")
+        )
+        q, k = (
+            _norm(t, f"{name}attention.self.layer_norm_{part}", y, eps)
+            for part, y in (("q", q), ("k", k))
+        )
+        y = _linear(t, f"{name}attention.output.dense", _attention(q, k, v, heads, None, bias))
+        y = _norm(t, f"{name}attention.output.LayerNorm", x + y, eps)
+        x = _norm(t, f"{name}layer_norm_1", x + y, eps)
+        other, gated = np.split(_linear(t, f"{name}mlp.up_gated_layer", x), 2, -1)
+        y = _linear(t, f"{name}mlp.down_layer", _gelu(gated) * other)
+        x = _norm(t, f"{name}layer_norm_2", x + y, eps)
+    return x
+
+
 def _gte_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     start = "new." if "NewModel" not in config["architectures"] else ""
     shapes = _embedding_shapes(
@@ -288,6 +327,7 @@ JINA = Remote(
     _jina_shapes,
     _jina_states,
 )
+JINA_CODE = Remote(JINA.config, _jina_code_shapes, _jina_code_states)
 GTE = Remote(
     {
         **_USUAL,
@@ -314,6 +354,7 @@ NOMIC = Remote(
 REMOTE: dict[str, tuple[str, Remote]] = {
     "jina bert": ("jina_bert_v2", JINA),
     "jina bert with six heads": ("jina_bert_v2", JINA.with_config(num_attention_heads=6)),
+    "jina bert of code": ("jina_bert_code", JINA_CODE),
     "gte of its repositories": ("gte", GTE),
     "gte multilingual": (
         "gte",

@@ -11,13 +11,22 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, InvalidRequestError
 from encoder_models import add_letters, declare_pooling, hf_encoder, hf_states, save_encoder
 from remote_encoders import REMOTE
 
 #: Longer than the windows of the cases, and than the blocks of keys of the kernels.
 LONG = list(np.random.default_rng(0).integers(5, 57, 50))
 WINDOWED = {"local_attention": 12, "global_attn_every_n_layers": 2, "num_hidden_layers": 4}
+DEBERTA: dict[str, Any] = {
+    "relative_attention": True,
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 16,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {}),
     "bert with tanh gelu": ("Bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -47,6 +56,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mpnet": ("MPNet", {"pad_token_id": 1, "max_position_embeddings": 200}),
     "mpnet with three heads": ("MPNet", {"pad_token_id": 1, "num_attention_heads": 3}),
+    "electra": ("Electra", {"embedding_size": 48}),
+    "ernie": ("Ernie", {"type_vocab_size": 4}),
+    "deberta": ("DebertaV2", DEBERTA),
+    "deberta with few buckets": (
+        "DebertaV2",
+        {
+            **DEBERTA,
+            "num_attention_heads": 3,
+            "type_vocab_size": 2,
+            "position_buckets": 6,
+            "max_relative_positions": 24,
+            "norm_rel_ebd": "none",
+            "pos_att_type": "p2c|c2p",
+        },
+    ),
+    "jina embeddings v3": ("JinaEmbeddingsV3", {"type_vocab_size": 1}),
     "gte": ("Gte", {}),
     "gte without types": (
         "Gte",
@@ -212,6 +237,13 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBert", {"num_labels": 1}),
     "mpnet": ("MPNet", {"num_labels": 1, "pad_token_id": 1}),
     "gte": ("Gte", {"num_labels": 1}),
+    "deberta": ("DebertaV2", {**DEBERTA, "num_labels": 1, "type_vocab_size": 2}),
+    "deberta with tanh": (
+        "DebertaV2",
+        {**DEBERTA, "num_labels": 1, "type_vocab_size": 2, "pooler_hidden_act": "tanh"},
+    ),
+    "electra": ("Electra", {"num_labels": 1, "embedding_size": 48}),
+    "ernie": ("Ernie", {"num_labels": 1}),
     "eurobert first": ("EuroBert", {**EUROBERT, "classifier_pooling": "bos"}),
     "eurobert mean": ("EuroBert", {**EUROBERT, "classifier_pooling": "mean"}),
     "modernbert cls": ("ModernBert", {"num_labels": 1, "classifier_bias": True}),
@@ -229,7 +261,8 @@ def test_scores_of_cross_encoders_equal_those_of_transformers(name: str, tmp_pat
     model = hf_encoder(family, "ForSequenceClassification", **settings)
     with LLM(save_encoder(model, tmp_path), threads=1) as llm:
         tokens, types = llm.tokenizer.encode_pair("ab", "cde fg")  # type: ignore[attr-defined]
-        given = {"token_type_ids": torch.tensor([types])} if family in ("Bert", "Gte") else {}
+        has_types = family in ("Bert", "Gte", "DebertaV2", "Electra", "Ernie")
+        given = {"token_type_ids": torch.tensor([types])} if has_types else {}
         with torch.inference_mode():
             logit = model(torch.tensor([tokens]), **given).logits[0]
         [score] = llm.relevance("ab", ["cde fg"])
@@ -250,11 +283,11 @@ def test_the_repository_names_the_function_of_scores(tmp_path: Path) -> None:
         assert abs(llm.relevance("ab", ["cd"])[0] - float(logit)) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+@pytest.mark.parametrize("family", ["Bert", "ModernBert", "DebertaV2", "JinaEmbeddingsV3"])
 def test_batches_equal_single_texts_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Texts of several lengths share passes: rejects attention to another text, and sums whose
     order depends on the pass."""
-    settings = WINDOWED if family == "ModernBert" else {}
+    settings = {"ModernBert": WINDOWED, "DebertaV2": DEBERTA}.get(family, {})
     save_encoder(hf_encoder(family, **settings), tmp_path)
     texts = [[int(token) for token in LONG[start : start + size]] for start, size in
              ((0, 1), (3, 20), (1, 45), (9, 33), (2, 7), (0, 50))]  # fmt: skip
@@ -279,6 +312,71 @@ def test_what_is_not_supported_is_refused(
     with pytest.raises(CheckpointError, match=message) as error:
         LLM(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("DebertaV2", {"pos_att_type": ["c2p"]}, "pos_att_type is"),
+        ("DebertaV2", {"share_att_key": False}, "share_att_key is False; allowed is true"),
+        ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size 3"),
+        ("DebertaV2", {"embedding_size": 32}, "embedding_size is 32; allowed is 48"),
+        ("DebertaV2", {"position_buckets": 0}, "position_buckets is 0"),
+        ("DebertaV2", {"position_buckets": 8}, "relative_positions.weight has shape"),
+        ("Electra", {"embedding_size": 32}, "embedding_size is 32; allowed is 48"),
+        ("Ernie", {"use_task_id": True}, "use_task_id"),
+    ],
+)
+def test_other_settings_are_refused(
+    family: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    settings = {"DebertaV2": DEBERTA, "Electra": {"embedding_size": 48}}.get(family, {})
+    save_encoder(hf_encoder(family, **settings), tmp_path, **change)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_published_layout_of_jina_embeddings_v3(tmp_path: Path) -> None:
+    """As in its repository: matrices with updates for each task, which are left out together with
+    the prompts of these tasks."""
+    from safetensors.numpy import load_file, save_file
+
+    model = hf_encoder("JinaEmbeddingsV3", type_vocab_size=1)
+    declare_pooling(
+        save_encoder(model, tmp_path),
+        "lasttoken",
+        is_normalized=False,
+        prompts={"separation": "a", "other": "b"},
+    )
+    path, tensors = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        assert ".self_attn." not in name, "saved in its published layout"
+        if name.endswith("weight") and tensor.ndim == 2:
+            parametrised = name.replace("weight", "parametrizations.weight")
+            tensors[f"roberta.{parametrised}.original"] = tensor
+            tensors[f"roberta.{parametrised}.0.lora_A"] = np.ones((2, 4, tensor.shape[1]))
+            tensors[f"roberta.{parametrised}.0.lora_B"] = np.ones((2, tensor.shape[0], 4))
+        else:
+            tensors[f"roberta.{name}"] = tensor
+    save_file(tensors, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {
+        "model_type": "xlm-roberta",
+        "architectures": ["XLMRobertaModel"],
+        "auto_map": {"AutoModel": "jinaai/xlm-roberta--modeling_lora.XLMRobertaLoRA"},
+        "position_embedding_type": "rotary",
+        "rotary_emb_base": 20000.0,
+        "lora_adaptations": ["separation", "text-matching"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = [int(token) for token in LONG]
+    with LLM(tmp_path, threads=1) as llm:
+        expected = hf_states(model, tokens)[-1]
+        assert np.abs(np.array(llm.embed(tokens)) - expected).max() < 1e-4
+        with pytest.raises(InvalidRequestError, match="this model's prompts are: other"):
+            llm.embed("abc", prompt_name="separation")
 
 
 def test_modules_and_poolings_that_are_not_supported_are_refused(tmp_path: Path) -> None:

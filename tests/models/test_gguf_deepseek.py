@@ -76,8 +76,21 @@ CASES["minicpm3"] = (
     },
     False,
 )
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
+CASES["deepseek32"] = ("DeepseekV32", {**SETTINGS, **INDEXER}, True)
+CASES["glm-dsa"] = (
+    "GlmMoeDsa",
+    {
+        **{key: value for key, value in SETTINGS.items() if key != "rope_parameters"},
+        **INDEXER,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+    True,
+)
 #: The architectures of files that are not deepseek2.
-ARCHITECTURES = {"mistral4": "mistral4", "minicpm3": "minicpm3"}
+ARCHITECTURES = {name: name for name in ("mistral4", "minicpm3", "deepseek32", "glm-dsa")}
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -90,6 +103,10 @@ NAMES = {
     "self_attn.kv_b_proj": "attn_kv_b",
     "self_attn.o_proj": "attn_output",
     "mlp.gate": "ffn_gate_inp",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
@@ -207,7 +224,15 @@ def write(path: Path, case: str, packed: str | None = None, **changes: Any) -> t
     if family == "Mistral4":
         metadata |= {"attention.temperature_scale": 0.3, "attention.temperature_length": 16}
         metadata |= {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1}
-    if family == "DeepseekV3":
+    if architecture == "glm-dsa":
+        metadata = {key: x for key, x in metadata.items() if not key.startswith("rope.scaling")}
+    if architecture in ("deepseek32", "glm-dsa"):
+        metadata |= {
+            "attention.indexer.head_count": config.index_n_heads,
+            "attention.indexer.key_length": config.index_head_dim,
+            "attention.indexer.top_k": config.index_topk,
+        }
+    if family in ("DeepseekV3", "DeepseekV32", "GlmMoeDsa"):
         metadata["expert_gating_func"] = int(gguf.ExpertGatingFuncType.SIGMOID)
         metadata["expert_weights_norm"] = config.norm_topk_prob
     tensors = tensors_of(model, has_heads)

@@ -198,6 +198,59 @@ FAMILIES["phimoe"] = (
     },
     {**NORMS, "mlp.router": "ffn_gate_inp"},
 )
+FAMILIES["mellum"] = (
+    "Mellum",
+    {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "sliding_window": 6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
+    NORMS,
+)
+FAMILIES["hy_v3"] = (
+    "HYV3",
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_shared_experts": 2,
+        "head_dim": 16,
+        "router_scaling_factor": 1.5,
+    },
+    FAMILIES["ernie4_5-moe"][2],
+)
+FAMILIES["mimo2"] = (
+    "MiMoV2Flash",
+    {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "v_head_dim": 16,
+        "sliding_window": 6,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 5000.0), ("sliding_attention", 500.0))
+        },
+    },
+    FAMILIES["ernie4_5-moe"][2],
+)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -235,11 +288,16 @@ def write(
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // 4,
+        "value_dim": getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or 12,
         "rms_norm_eps": config.rms_norm_eps,
     }
+    if architecture == "mimo2":
+        is_sliding = [kind[0] == "s" for kind in config.layer_types]
+        sizes["num_key_value_heads"] = [1 + has_window for has_window in is_sliding]
     writer = start_writer(path / "tiny.gguf", architecture, sizes)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    is_named_local = architecture in ("glm4moe", "llama", "dots1", "minimax-m2", "phimoe")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    is_named_local = architecture in ("glm4moe", "llama", "dots1", "minimax-m2", "phimoe", "mimo2")
     writer.add_expert_count(config.num_local_experts if is_named_local else config.num_experts)
     is_hunyuan = architecture == "hunyuan-moe"
     writer.add_expert_used_count(config.moe_topk if is_hunyuan else config.num_experts_per_tok)
@@ -253,6 +311,24 @@ def write(
     if architecture == "minimax-m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_rope_dimension_count(sizes["head_dim"] // 2)
+    if architecture in ("mellum", "mimo2"):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind[0] == "s" for kind in config.layer_types])
+    if architecture == "mellum":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if architecture == "mimo2":
+        writer.add_rope_dimension_count(sizes["head_dim"] // 2)
+        writer.add_float32("mimo2.rope.freq_base_swa", 500.0)
+        writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
+        writer.add_nextn_predict_layers(0)
+    if architecture == "hy_v3":
+        inner = config.num_shared_experts * config.moe_intermediate_size
+        writer.add_expert_shared_feed_forward_length(inner)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+        writer.add_expert_weights_norm(True)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if architecture == "ernie4_5-moe":
@@ -310,6 +386,8 @@ def write(
             add(f"blk.{layer}.ffn_up_exps.weight", tensor[:, half:])
         elif rest == "mlp.experts.down_proj":
             add(f"blk.{layer}.ffn_down_exps.weight", tensor)
+        elif rest == "self_attn.sinks":
+            add(f"blk.{layer}.attn_sinks.weight", tensor)
         elif rest.endswith(("e_score_correction_bias", "expert_bias")):
             add(f"blk.{layer}.exp_probs_b.bias", tensor)
         else:
@@ -390,6 +468,9 @@ def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
         ("dots1", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("minimax-m2", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("hunyuan-moe", "blk.1.ffn_up_shexp.weight", "shared_mlp.up_proj.weight"),
+        ("hy_v3", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+        ("mimo2", "blk.2.attn_sinks.weight", "self_attn.sinks"),
+        ("mimo2", "blk.1.attn_v.weight", "self_attn.v_proj.weight"),
     ],
 )
 def test_missing_tensors_are_named(

@@ -180,6 +180,40 @@ LFM2_MOE_METADATA: dict[str, Any] = {
     "shortconv.l_cache": 3,
     "attention.head_count_kv": [0, 2, 0],
 }
+KIMI_LINEAR: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+KIMI_METADATA: dict[str, Any] = {
+    **EXPERTS,
+    "expert_feed_forward_length": 24,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "leading_dense_block_count": 1,
+    "attention.head_count_kv": [0, 0, 0, 0, 1],
+    "attention.kv_lora_rank": 24,
+    "attention.key_length": 32,
+    "attention.value_length": 24,
+    "attention.key_length_mla": 18,
+    "attention.value_length_mla": 12,
+    "rope.dimension_count": 8,
+    "ssm.conv_kernel": 4,
+    "kda.head_dim": 16,
+}
 CASES = {
     "granite hybrid": Case("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_METADATA),
     "granite hybrid experts": Case(
@@ -289,6 +323,7 @@ CASES = {
         {**JAMBA_METADATA, "expert_count": 1, "expert_used_count": 1},
     ),
     "lfm2 moe": Case("Lfm2Moe", "lfm2moe", LFM2_MOE, LFM2_MOE_METADATA),
+    "kimi linear": Case("KimiLinear", "kimi-linear", KIMI_LINEAR, KIMI_METADATA),
 }
 #: Names of `transformers` and those of the checkpoints from which the converter starts.
 RENAMED = {
@@ -298,6 +333,7 @@ RENAMED = {
     "feed_forward.experts.down_proj": "feed_forward.experts.w2.weight",
     "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
     "mixer.gate.e_score_correction_bias": "mixer.gate.e_score_correction.bias",
+    "mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction.bias",
     "mixer.experts.up_proj": "mlp.experts.up_proj.weight",
     "mixer.experts.down_proj": "mlp.experts.down_proj.weight",
 }
@@ -366,6 +402,9 @@ def prepared(
         return
     if part.endswith("A_log"):
         tensor = -np.exp(tensor)
+    if case.family == "KimiLinear" and layer:
+        yield from of_kimi(config, layer, part.replace(".forget_gate", ""), tensor)
+        return
     is_plain = "linear_attn" in part or case.family == "Jamba"
     has_columns = not is_plain and part.endswith((".A_log", ".D"))
     if has_columns:
@@ -384,6 +423,24 @@ def prepared(
     if part.startswith("mlp.experts"):
         start = "model"
     yield f"{start}.layers.{layer}.{part}".lstrip(".") if layer else name, tensor
+
+
+def of_kimi(
+    config: dict[str, Any], layer: str, part: str, tensor: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Kimi Linear: convolutions by themselves, and keys and values of heads as two stacks."""
+    if part == "self_attn.conv1d.weight":
+        for name, kernel in zip("qkv", np.split(tensor, 3), strict=True):
+            yield f"blk.{layer}.ssm_conv1d_{name}.weight", kernel[None]
+        return
+    if part == "self_attn.kv_b_proj.weight":
+        heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[1])
+        size = config["qk_nope_head_dim"]
+        yield f"blk.{layer}.attn_k_b.weight", heads[:, :size].swapaxes(1, 2)
+        yield f"blk.{layer}.attn_v_b.weight", heads[:, size:]
+        return
+    part = RENAMED.get(part, part).replace(".dt_bias", ".dt_proj.bias")
+    yield f"model.layers.{layer}.{part}", tensor
 
 
 def multiplied(config: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
@@ -472,7 +529,8 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent"]
+    "name",
+    ["qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent", "kimi linear"],
 )
 def test_native_kernels_agree(name: str, tmp_path: Path) -> None:
     """Value heads of Qwen3.5 take key heads in another order than those of Qwen3-Next."""

@@ -129,6 +129,70 @@ BAMBA: dict[str, Any] = {
     "mamba_d_state": 16,
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
 }
+#: As MiMo-V2-Flash: a dense layer, then experts; windows in two of four layers.
+MIMO_V2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "v_head_dim": 12,
+    "sliding_window": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.45,
+        },
+        "sliding_attention": {
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.45,
+        },
+    },
+}  # fmt: skip
+#: With the usual eps the outputs of the recurrence are small before their norm.
+KIMI_LINEAR: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+DEEPSEEK_V32: dict[str, Any] = {
+    **LATENT_SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 2,
+    "topk_group": 1,
+    "index_topk": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+MINIMAX: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 12,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "linear_attn_alpha_factor": 1.7,
+    "linear_attn_beta_factor": 0.8,
+    "full_attn_alpha_factor": 1.3,
+    "mlp_alpha_factor": 1.6,
+    "mlp_beta_factor": 0.7,
+}
 #: With larger weights, float32 and float64 differ by 1e-4 in `transformers` itself.
 JAMBA: dict[str, Any] = {
     "initializer_range": 0.1,
@@ -860,6 +924,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax m2 whole": (
         "MiniMaxM2",
         {**MINIMAX_M2, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "head_dim": 16},
+    ),
+    "mimo v2": ("MiMoV2Flash", MIMO_V2),
+    "mimo v2 groups": (
+        "MiMoV2Flash",
+        {
+            **MIMO_V2,
+            "num_key_value_heads": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "n_group": 2,
+            "v_head_dim": 20,
+        },
+    ),
+    "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "kimi linear odd": (
+        "KimiLinear",
+        {
+            **KIMI_LINEAR,
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"],
+            "q_lora_rank": 24,
+            "linear_conv_kernel_dim": 3,
+            "n_group": 2,
+        },
+    ),
+    "deepseek v3.2": ("DeepseekV32", DEEPSEEK_V32),
+    "deepseek v3.2 yarn": (
+        "DeepseekV32",
+        {**DEEPSEEK_V32, "rope_parameters": {**DEEPSEEK_ROPE, "factor": 16.0}},
+    ),
+    "glm moe dsa": ("GlmMoeDsa", {**DEEPSEEK_V32, "n_group": 1}),
+    "minimax": ("MiniMax", MINIMAX),
+    "minimax alternating": (
+        "MiniMax",
+        {**MINIMAX, "layer_types": None, "num_local_experts": 4, "rope_parameters": ROPE},
     ),
     "hunyuan moe": ("HunYuanMoEV1", {"num_experts": 5, "moe_topk": 2, "head_dim": 12}),
     "hunyuan moe biases": (

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize
-from anydecode.kernels.interface import Attention, Weight
+from anydecode.kernels.interface import Attention, Biases, Weight
 from anydecode.kernels.reference import ReferenceBackend
 from anydecode.kernels.torch_arrays import as_tensor
 
@@ -55,14 +55,15 @@ class BlockBackend(ReferenceBackend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         is_windowed = shape.window is not None and shape.window < self._length
-        others = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, sinks, biases)
+        others = (shape.softcap, shape.chunk, shape.slopes, sinks, biases)
+        others = (*others, shape.latent_dim, shape.value_size)
         if is_windowed or v is None or any(other is not None for other in others):
             raise UnsupportedCombinationError(
-                "layers with windows, soft caps, chunks, biases by distance, sinks or latent"
-                " attention cannot be calibrated here"
+                "layers with windows, soft caps, chunks, biases by distance, sinks, smaller values"
+                " or latent attention cannot be calibrated here"
             )
         q, k, v = (
             part.view(-1, self._length, heads, shape.head_dim).transpose(1, 2)

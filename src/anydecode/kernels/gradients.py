@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from anydecode.kernels.interface import Attention, Rope, Weight
+from anydecode.kernels.interface import Attention, Biases, Rope, Weight
 
 
 class Variable:
@@ -118,7 +118,7 @@ class Tape:
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> Variable:
         """Causal attention of every row to all rows up to itself."""
         count, kv_heads = len(q.data), shape.num_kv_heads

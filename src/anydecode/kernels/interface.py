@@ -166,15 +166,41 @@ class Attention:
     # The value of a position is the first so many numbers of its only key, and no values are stored
     # (DeepSeek-V2, arXiv:2405.04434); None: values of head_dim numbers are stored.
     latent_dim: int | None = None
+    # Numbers of one head's value, if fewer than head_dim (MiMo-V2); a slot has room for head_dim.
+    value_size: int | None = None
 
     @property
     def value_dim(self) -> int:
         """Numbers of one head's value."""
-        return self.head_dim if self.latent_dim is None else self.latent_dim
+        return self.latent_dim or self.value_size or self.head_dim
 
+
+@dataclass(frozen=True, eq=False)
+class RelativePositions:
+    """What disentangled attention (DeBERTa, He et al., arXiv:2006.03654) adds to scores.
+
+    That is the product of the query with the key of a relative position, and that of the key with
+    its query, both times the scale.
+
+    `columns` is int64 `[2 * reach + 1]`: the relative position of keys that are -reach to reach
+    positions behind the row; those further away have that of the reach. `keys` and `queries` are
+    float32 `[num_heads, relative positions, head_dim]`.
+    """
+
+    columns: np.ndarray
+    keys: np.ndarray
+    queries: np.ndarray
+
+    @property
+    def reach(self) -> int:
+        return len(self.columns) // 2
+
+
+#: What is added to the scores of attention: biases by distance, or products with positions.
+Biases = np.ndarray | RelativePositions
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru")
+RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention")
 
 
 @dataclass(frozen=True)
@@ -195,6 +221,11 @@ class Recurrence:
       S = S + sigmoid(strength) * (value - S @ key) @ key. The gates are the strengths of all heads,
       then those of the steps. Keys and queries are divided by their norms, and queries by
       sqrt(state_size).
+    - "kda" (Kimi delta attention; Kimi Team, arXiv:2510.26692): the same with a step per number of
+      the key, so that each column of S decays by its own. The gates are the strengths of all heads,
+      then the steps, `[num_heads, state_size]`.
+    - "retention" (lightning attention; Qin et al., arXiv:2401.04658): S = exp(decay) * S + value @
+      key, without gates.
     - "selective" (Mamba; Gu and Dao, arXiv:2312.00752): S = exp(step * decay) * S + step * value @
       key, with a step per channel of each head and a decay per number of the state. The channels
       are the values alone. The gates are the keys, the queries and those of the steps.
@@ -233,6 +264,8 @@ class Recurrence:
             return 2 * self.num_heads * self.head_dim
         if self.rule == "wkv":
             return 5 * self.num_heads * self.head_dim
+        if self.rule == "kda":
+            return self.num_heads * (1 + self.state_size)
         return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
 
     @property
@@ -257,7 +290,8 @@ class Recurrence:
 class RecurrenceWeights:
     """The vectors of a recurrence, float32, see `Recurrence`.
 
-    All but the first two are `[num_heads]`. With the rule "selective" they are `[num_heads *
+    All but the first two are `[num_heads]`, but `step_bias` is `[num_heads * state_size]` with the
+    rule "kda". With the rule "selective" they are `[num_heads *
     head_dim]`, and `decay` is `[num_heads * head_dim, state_size]`. With the rule "lru" `decay` is
     `[num_heads * head_dim]`, and `step_bias` `[2 * num_heads * head_dim]`.
     """
@@ -707,7 +741,7 @@ class Backend(ABC):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> Any:
         """Attention over `Rows`, to the keys and values that are stored in `layer`.
 
@@ -715,7 +749,8 @@ class Backend(ABC):
         `shape.value_dim` numbers per head. `sinks` is float32 `[num_heads]`: the score of a key of
         each head that every row attends to and whose value is zero (gpt-oss). `biases` is float32
         `[num_heads, 2 * reach + 1]`: what is added to the scores of keys that are -reach to reach
-        positions behind the row; of those further away, that of the reach (MPNet).
+        positions behind the row; of those further away, that of the reach (MPNet). They may be
+        `RelativePositions` instead, in layers with as many heads of keys as of queries.
         """
 
     def attention(
@@ -726,7 +761,7 @@ class Backend(ABC):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> Any:
         """`store` and then `attend`, in the same layer."""
         self.store(k, v, layer, shape)

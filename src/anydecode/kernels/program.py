@@ -14,10 +14,12 @@ from anydecode.kernels.interface import (
     Activation,
     Attention,
     Backend,
+    Biases,
     ClampedSwiglu,
     ExpertWeights,
     Recurrence,
     RecurrenceWeights,
+    RelativePositions,
     Rope,
     Routing,
     Weight,
@@ -161,7 +163,7 @@ class NativeBackend(Backend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> Value:
         fields = _cache_fields(layer, shape)
         if shape.latent_dim is not None:  # parts of the query heads are processed separately
@@ -170,7 +172,6 @@ class NativeBackend(Backend):
             shape = replace(shape, num_kv_heads=shape.num_heads // group)
         self.shapes.append(shape)
         fields |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
-        fields["value_dim"] = shape.value_dim
         limits: dict[str, Any] = {"window": shape.window or 0, "chunk": shape.chunk or 0}
         limits["count"] = int(shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
@@ -178,7 +179,10 @@ class NativeBackend(Backend):
             limits["weight"] = self._keep_vector(sinks)
         if shape.slopes is not None:
             limits["slopes"] = self._keep_vector(np.array(shape.slopes, np.float32))
-        if biases is not None:
+        if isinstance(biases, RelativePositions):
+            limits["slopes"] = self._keep_vector(_relative_vectors(biases))
+            limits["reach"], limits["groups"] = biases.reach, biases.keys.shape[1]
+        elif biases is not None:
             limits["slopes"] = self._keep_vector(biases.ravel())
             limits["reach"] = biases.shape[1] // 2
         width = shape.num_heads * shape.value_dim
@@ -402,10 +406,22 @@ class NativeBackend(Backend):
         return self.shared_values[key]
 
 
+def _relative_vectors(positions: RelativePositions) -> np.ndarray:
+    """The columns, the keys and the queries, side by side; vectors end with zeros."""
+    padding = [(0, 0), (0, 0), (0, -positions.keys.shape[-1] % 8)]
+    vectors = [np.pad(one, padding).ravel() for one in (positions.keys, positions.queries)]
+    return np.concatenate([positions.columns.astype(np.float32), *vectors])
+
+
 def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
     """The fields of an op that stores or reads a layer's keys and values."""
     is_latent = int(shape.latent_dim is not None)
-    return {"layer": layer, "head_dim": shape.head_dim, "is_latent": is_latent}
+    return {
+        "layer": layer,
+        "head_dim": shape.head_dim,
+        "value_dim": shape.value_dim,
+        "is_latent": is_latent,
+    }
 
 
 def _activation_fields(activation: Activation) -> dict[str, Any]:

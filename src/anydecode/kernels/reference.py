@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from anydecode.kernels import elementary
-from anydecode.kernels.cache import CACHE_FORMATS, decode, encode
+from anydecode.kernels.cache import CACHE_FORMATS, decode, encode, stored_width
 from anydecode.kernels.formats import DTYPES, dequantize, dequantize_rows
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
@@ -24,11 +24,13 @@ from anydecode.kernels.interface import (
     Adapter,
     Attention,
     Backend,
+    Biases,
     ClampedSwiglu,
     ExpertWeights,
     KeyValues,
     Recurrence,
     RecurrenceWeights,
+    RelativePositions,
     Rope,
     Routing,
     Rows,
@@ -183,12 +185,13 @@ class ReferenceBackend(Backend):
         slots = bound.rows.slots[bound.index]
         stored = np.flatnonzero(slots >= 0)
         target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
-        heads = (len(stored), shape.num_kv_heads, shape.head_dim)
+        heads = (len(stored), shape.num_kv_heads, -1)
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
         keys[target] = _encode(format, k[stored_rows].view(heads))
         if v is not None:
-            values[target] = _encode(format, v[stored_rows].view(heads))
+            encoded = _encode(format, v[stored_rows].view(heads))
+            values[target, :, : encoded.shape[-1]] = encoded
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of all slots in a layer."""
@@ -202,7 +205,7 @@ class ReferenceBackend(Backend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         bound = self._rows()
         keys, values = self._stored(layer)
@@ -213,7 +216,11 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            added = self._biases(shape, biases, bound.positions[index], visible.width)
+            if isinstance(biases, RelativePositions):
+                key = _decode(format, keys[table.clamp(min=0)], shape.head_dim)
+                added = self._relative(shape, biases, q[index], key, bound.positions[index])
+            else:
+                added = self._biases(shape, biases, bound.positions[index], visible.width)
             out[index] = _attend(q[index], keys, values, format, table, shape, added, sink_scores)
         return out
 
@@ -234,6 +241,27 @@ class ReferenceBackend(Backend):
             distance = -distance.abs()
         slopes = torch.tensor(shape.slopes, dtype=torch.float32, device=self.device)
         return slopes.view(1, shape.num_kv_heads, -1, 1) * distance[:, None, None, :].float()
+
+    def _relative(
+        self,
+        shape: Attention,
+        relative: RelativePositions,
+        q: torch.Tensor,
+        key: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same of relative positions; `key` is `[m, width, heads, head_dim]`."""
+        reach, width = relative.reach, key.shape[1]
+        queries = q.view(len(q), shape.num_heads, 1, shape.head_dim)
+        columns = torch.from_numpy(relative.columns).to(self.device)
+        found = []
+        for query, keys, position in zip(queries, key.swapaxes(1, 2), positions, strict=True):
+            distance = torch.arange(width, device=self.device) - position
+            at = columns[distance.clamp(-reach, reach) + reach]
+            of_query = elementary.tree_sum(query * self._vector(relative.keys)[:, at])
+            of_key = elementary.tree_sum(keys * self._vector(relative.queries)[:, at])
+            found.append((of_query + of_key) * shape.scale)
+        return torch.stack(found).unsqueeze(2)
 
     def convolution(
         self, x: torch.Tensor, layer: int, shape: Recurrence, weights: RecurrenceWeights
@@ -601,7 +629,9 @@ def _attend(
         maximum = torch.maximum(maximum, sinks)
     weights = elementary.exp(scores - maximum).masked_fill(~mask, 0.0)
     if shape.latent_dim is None:
-        value = _decode(format, values[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
+        size = shape.value_dim
+        stored = values[slots][..., : stored_width(format, size)]
+        value = _decode(format, stored, size).transpose(1, 2).unsqueeze(2)
     else:
         value = key[..., : shape.latent_dim]
     # A masked slot may hold anything, and 0 times infinity is not 0.

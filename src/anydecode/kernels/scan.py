@@ -123,7 +123,7 @@ class _Steps:
     ) -> None:
         heads, groups = shape.num_heads, shape.num_groups
         num_values, num_keys = heads * shape.head_dim, groups * shape.state_size
-        self._is_delta = shape.rule == "delta"
+        self._is_delta = shape.rule in ("delta", "kda")
         if shape.rule == "selective":
             keys, queries, gates = torch.split(gates, [num_keys, num_keys, num_values], -1)
             channels = torch.cat((channels, keys, queries), -1)
@@ -136,14 +136,22 @@ class _Steps:
         group = group % groups if shape.has_tiled_keys else group // (heads // groups)
         self._key, self._query = (x[:, group].unsqueeze(-2) for x in (key, query))
         decay, bias, skip = weights["decay"], weights["step_bias"], weights["skip"]
-        assert decay is not None and bias is not None
-        # Of each head, or of each of its channels: [heads, 1] or [heads, head_dim].
-        step = elementary.softplus(gates[:, -bias.numel() :] + bias).clamp(*shape.step_limits)
-        step = step.view(len(step), heads, -1)
-        decay = decay.view(heads, step.shape[-1], -1)
-        self._decay = elementary.exp(step.unsqueeze(-1) * decay)
+        assert decay is not None
         self._skip = None if skip is None else skip.view(heads, -1)
-        self._strength = step
+        if shape.rule == "retention":
+            self._strength = torch.ones(len(channels), 1, 1, device=channels.device)
+            self._decay = elementary.exp(decay).view(heads, 1, 1).expand(len(channels), -1, -1, -1)
+            return
+        assert bias is not None
+        step = elementary.softplus(gates[:, -bias.numel() :] + bias).clamp(*shape.step_limits)
+        if shape.rule == "kda":
+            step = step.view(len(step), heads, 1, -1)
+            self._decay = elementary.exp(step * decay.view(heads, 1, 1))
+        else:  # of each head, or of each of its channels: [heads, 1] or [heads, head_dim]
+            step = step.view(len(step), heads, -1)
+            decay = decay.view(heads, step.shape[-1], -1)
+            self._decay = elementary.exp(step.unsqueeze(-1) * decay)
+            self._strength = step
         if self._is_delta:
             self._strength = elementary.sigmoid(gates[:, :heads]).unsqueeze(-1)
 

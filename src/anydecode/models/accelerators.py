@@ -107,6 +107,7 @@ class Accelerators:
             spec = network.spec.layers[layer]
             shape, size = spec.attention, self.query_up[layer].shape[0]
             is_plain = spec.latent is None and spec.cache_layer is None
+            is_plain = is_plain and (shape is None or shape.value_size is None)
             if shape is None or not is_plain or shape.num_heads * shape.head_dim != size:
                 raise UnsupportedCombinationError(
                     "m2r2 needs layers with attention over keys and values of their own, of the"

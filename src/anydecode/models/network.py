@@ -20,12 +20,14 @@ from anydecode.kernels.interface import (
     Attention,
     AtTime,
     Backend,
+    Biases,
     CanvasLayers,
     ExpertWeights,
     ParallelLayers,
     PropagatedStates,
     Recurrence,
     RecurrenceWeights,
+    RelativePositions,
     Rope,
     SkippedParts,
     StoredInputs,
@@ -123,7 +125,9 @@ class RecurrentWeights:
     the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
     output of the convolution; `gate_norms` are the weights of the norms of keys, queries and
     step_down, if these have some. With the rule "lru" they are the products of its equal parts with
-    `input_blocks`, and those with `recurrence_blocks`, both side by side.
+    `input_blocks`, and those with `recurrence_blocks`, both side by side. With the rule "kda" the
+    inputs of the recurrence are inputs(x), keys(x) and queries(x), side by side, and the gates are
+    strengths(x) and gates(step_down(x)); the gate of the output is gate(gate_down(x)).
     """
 
     inputs: Linear
@@ -136,6 +140,8 @@ class RecurrentWeights:
     keys: Linear | None = None
     queries: Linear | None = None
     step_down: Linear | None = None
+    strengths: Linear | None = None
+    gate_down: Linear | None = None
     gate_norms: list[np.ndarray] = field(default_factory=list)
     input_blocks: list[Weight] = field(default_factory=list)
     recurrence_blocks: list[Weight] = field(default_factory=list)
@@ -305,14 +311,19 @@ class LayerWeights:
     attention_post_norm: np.ndarray | None = None
     mlp_norm: np.ndarray | None = None
     mlp_post_norm: np.ndarray | None = None
+    second_norm: np.ndarray | None = None  # of the attention's second sum
+    second_norm_bias: np.ndarray | None = None
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
+    query_norm_bias: np.ndarray | None = None
+    key_norm_bias: np.ndarray | None = None
     attention_norm_bias: np.ndarray | None = None
     mlp_norm_bias: np.ndarray | None = None
     attention_post_norm_bias: np.ndarray | None = None
     mlp_post_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
     distance_biases: np.ndarray | None = None  # float32 [heads, 2 * bias_reach + 1]
+    relative_positions: RelativePositions | None = None
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
@@ -494,6 +505,8 @@ class Network:
             return self._layer_of_streams(backend, x, index)
         if self.spec.memory_size:
             return self._layer_with_memory(backend, x, index)
+        if self.spec.layers[index].sum_factors is not None:
+            return self._layer_of_normed_sums(backend, x, index)
         modulation = self.weights.layers[index].input_modulation
         if modulation is None:
             return self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
@@ -501,6 +514,18 @@ class Network:
         output = self._add_blocks(backend, y, self._mixer_block(backend, y, index), index)
         change = backend.add(output, backend.scale(y, -1.0))
         return backend.add(x, backend.multiply(change, modulation.gate))
+
+    def _layer_of_normed_sums(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same where what is added to a sublayer's output is its normed input."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        assert spec.sum_factors is not None and weights.mlp is not None, "checked by `LayerSpec`"
+        first, mixed, second, fed = spec.sum_factors
+        y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+        output = self._mixer(backend, y, spec, weights, index)
+        x = backend.add(backend.scale(y, first), backend.scale(output, mixed))
+        y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
+        output = _mlp(backend, y, spec, weights.mlp)
+        return backend.add(backend.scale(y, second), backend.scale(output, fed))
 
     def _layer_with_memory(self, backend: Backend, x: Any, index: int) -> Any:
         """The same where a memory follows the hidden states: the layer may read or replace it."""
@@ -582,6 +607,9 @@ class Network:
         if is_normed and mixed is not None:
             norm, bias = weights.attention_post_norm, weights.attention_post_norm_bias
             state = self._norm(backend, state, norm, bias)
+            if spec.has_second_sum:
+                norm, bias = weights.second_norm, weights.second_norm_bias
+                state = self._norm(backend, backend.add(x, state), norm, bias)
         if weights.mlp is not None:
             y = self._mlp_block(backend, x if spec.is_parallel else state, index)
             state = backend.add(state, y)
@@ -697,13 +725,15 @@ class Network:
         is_plain = (
             not self.has_wide_states
             and spec.latent is None
+            and spec.sum_factors is None
             and not self.spec.per_layer_size
             and (recurrence is None or recurrence.shape.rule != "wkv")
         )
         if not is_plain:
             raise UnsupportedCombinationError(
                 "layers of models with latent attention, several streams of hidden states,"
-                " embeddings per layer or token shifts are not left out in part"
+                " embeddings per layer, sums of normed inputs or token shifts are not left out in"
+                " part"
             )
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
@@ -719,6 +749,11 @@ class Network:
             raise UnsupportedCombinationError(
                 "layers of models with several streams of hidden states (Gemma 3n) or a memory"
                 " (SambaY) do not run in parallel (easyspec)"
+            )
+        if any(layer.sum_factors is not None for layer in self.spec.layers):
+            raise UnsupportedCombinationError(
+                "layers whose inputs are added as normed (MiniMax-Text-01) do not run in parallel"
+                " (easyspec)"
             )
         last = self.spec.num_layers - 1
 
@@ -739,7 +774,7 @@ class Network:
         """The attention queries of layer `index` for hidden states `x`, with rotary embedding."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         y = self._inputs(backend, x, index)
-        if spec.has_attention_norm and spec.norms in ("pre", "both"):
+        if spec.has_attention_norm and spec.norms in ("pre", "both", "stream"):
             y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
         return self._queries(backend, y, spec, weights)
 
@@ -753,14 +788,16 @@ class Network:
             x = backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
         if spec.latent is None:
             q = _limited(backend, weights.query.apply(backend, x), spec)
-            return self._positioned(backend, q, spec, heads, weights.query_norm, rope)
+            norm = weights.query_norm, weights.query_norm_bias
+            return self._positioned(backend, q, spec, heads, norm, rope)
         latent = weights.latent
-        assert latent is not None and rope is not None, "checked by `_check_latent`"
+        assert latent is not None, "checked by `_check_latent`"
         q = weights.query.apply(backend, x)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
         if spec.latent.growth is not None:
             q = backend.rope(q, heads, spec.latent.growth)
-        q, rotary = backend.grouped_linear(q, latent.keys), backend.rope(rotary, heads, rope)
+        q = backend.grouped_linear(q, latent.keys)
+        rotary = rotary if rope is None else backend.rope(rotary, heads, rope)
         return backend.join(q, rotary, heads)
 
     def _mixer_block(self, backend: Backend, x: Any, index: int) -> Any:
@@ -892,17 +929,23 @@ class Network:
         inputs = weights.inputs.apply(backend, x)
         if weights.input_gate is not None:
             inputs = backend.gated(weights.input_gate.apply(backend, x), inputs, "identity")
+        if spec.shape.rule == "kda":
+            for linear in (weights.keys, weights.queries):
+                assert linear is not None, "checked by `_check_recurrent`"
+                inputs = backend.join(inputs, linear.apply(backend, x))
         return _recurrence(backend, x, inputs, spec, weights, index)
 
     def _gated(
         self, backend: Backend, x: Any, y: Any, spec: RecurrentSpec, weights: RecurrentWeights
     ) -> Any:
         """The output of a recurrent sublayer from that of the recurrence, y."""
+        eps = self.spec.norm_eps if spec.norm_eps is None else spec.norm_eps
         if spec.norm == "before":
-            y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
-        y = backend.gated(weights.gate.apply(backend, x), y, spec.gate)
+            y = backend.rms_norm(y, weights.norm, eps, spec.norm_groups)
+        down = x if weights.gate_down is None else weights.gate_down.apply(backend, x)
+        y = backend.gated(weights.gate.apply(backend, down), y, spec.gate)
         if spec.norm == "after":
-            y = backend.rms_norm(y, weights.norm, self.spec.norm_eps, spec.norm_groups)
+            y = backend.rms_norm(y, weights.norm, eps, spec.norm_groups)
         return weights.output.apply(backend, y)
 
     def _attention(
@@ -915,11 +958,13 @@ class Network:
         q = self._queries(backend, x, spec, weights)
         if weights.differential is not None:
             q = weights.differential.queries(backend, q, shape)
+        biases: Biases | None = weights.distance_biases
+        biases = biases if weights.relative_positions is None else weights.relative_positions
         if spec.cache_layer is not None:
-            y = backend.attend(q, spec.cache_layer, shape, weights.sinks, weights.distance_biases)
+            y = backend.attend(q, spec.cache_layer, shape, weights.sinks, biases)
         else:
             k, v = self._keys_values(backend, x, spec, weights, shape)
-            y = backend.attention(q, k, v, index, shape, weights.sinks, weights.distance_biases)
+            y = backend.attention(q, k, v, index, shape, weights.sinks, biases)
         if weights.differential is not None:
             y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
@@ -935,7 +980,8 @@ class Network:
         v = k
         if weights.value is not None:
             v = _limited(backend, weights.value.apply(backend, x), spec)
-        k = self._positioned(backend, k, spec, heads, weights.key_norm, spec.rope)
+        norm = weights.key_norm, weights.key_norm_bias
+        k = self._positioned(backend, k, spec, heads, norm, spec.rope)
         if spec.has_value_norm:
             v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
         return k, v
@@ -945,12 +991,13 @@ class Network:
     ) -> Any:
         shape, latent = spec.attention, weights.latent
         assert shape is not None and shape.latent_dim is not None and latent is not None
-        assert spec.latent is not None and spec.rope is not None
+        assert spec.latent is not None
         assert weights.key is not None and weights.output is not None
         q = self._queries(backend, x, spec, weights)
         k, rotary = backend.split(weights.key.apply(backend, x), shape.latent_dim)
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
-        k = backend.join(k, backend.rope(rotary, 1, spec.rope))
+        rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
+        k = backend.join(k, rotary)
         y = backend.attention(q, k, None, index, shape, weights.sinks)
         return weights.output.apply(backend, backend.grouped_linear(y, latent.values))
 
@@ -960,19 +1007,20 @@ class Network:
         x: Any,
         spec: LayerSpec,
         heads: int,
-        norm: np.ndarray | None,
+        norm: tuple[np.ndarray | None, np.ndarray | None],
         rope: Rope | None,
     ) -> Any:
-        """Queries or keys, normed and with rotary embedding."""
+        """Queries or keys, normed with a weight and a bias, and with rotary embedding."""
+        weight, bias = norm
         if rope is not None and spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         if spec.qk_norm is not None:
             groups = 1 if spec.qk_norm == "full" else heads
             if self.spec.norm == "layer":
-                assert norm is not None, "checked by `ModelSpec`"
-                x = backend.layer_norm(x, norm, None, self.spec.norm_eps, groups)
+                assert weight is not None, "checked by `ModelSpec`"
+                x = backend.layer_norm(x, weight, bias, self.spec.norm_eps, groups)
             else:
-                x = backend.rms_norm(x, norm, self.spec.norm_eps, groups)
+                x = backend.rms_norm(x, weight, self.spec.norm_eps, groups)
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
@@ -1018,7 +1066,14 @@ def _recurrence(
             for blocks in (weights.input_blocks, weights.recurrence_blocks)
         )
         return backend.recurrence(None, gates, index, shape, vectors)
+    if shape.rule == "retention":
+        return backend.recurrence(inputs, (), index, shape, vectors)
     assert weights.gates is not None, "checked by `_check_recurrent`"
+    if shape.rule == "kda":
+        assert weights.step_down is not None and weights.strengths is not None
+        steps = weights.gates.apply(backend, weights.step_down.apply(backend, x))
+        strengths = weights.strengths.apply(backend, x)
+        return backend.recurrence(inputs, (strengths, steps), index, shape, vectors)
     if shape.rule != "selective":
         gates = weights.gates.apply(backend, x)
         return backend.recurrence(inputs, (gates,), index, shape, vectors)
@@ -1147,7 +1202,8 @@ def _check_layer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
     if spec.recurrence is not None and isinstance(layer.recurrent, RecurrentWeights):
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
-    has_pre_norm, has_post_norm = spec.norms in ("pre", "both"), spec.norms != "pre"
+    has_pre_norm = spec.norms in ("pre", "both", "stream")
+    has_post_norm = spec.norms not in ("pre", "stream")
     has_mlp = spec.mlp != "none"
     sizes = {
         "attention_norm": (
@@ -1156,6 +1212,7 @@ def _check_layer(
         "mlp_norm": hidden if has_pre_norm and has_mlp else None,
         "attention_post_norm": hidden if has_post_norm and has_mixer else None,
         "mlp_post_norm": hidden if has_post_norm and has_mlp else None,
+        "second_norm": hidden if spec.has_second_sum else None,
     }
     for name, size in sizes.items():
         if size is not None:
@@ -1165,6 +1222,7 @@ def _check_layer(
         "mlp_norm_bias",
         "attention_post_norm_bias",
         "mlp_post_norm_bias",
+        "second_norm_bias",
     ):
         _check_bias(prefix + name, getattr(layer, name), hidden)
     if (layer.mlp is not None) != has_mlp:
@@ -1259,11 +1317,12 @@ def _check_attention(
         number(f"{prefix}the differential factor", layer.differential.factor, -MAX_FACTOR)
     _check_query(prefix, spec.low_rank_query, layer, width)
     query_width = width if spec.low_rank_query is None else spec.low_rank_query.rank
+    value_size = shape.num_heads * shape.value_dim // (2 if spec.is_differential else 1)
     sizes = {
         "query": (q_size, query_width),
         "key": (kv_size, width),
-        "value": (kv_size, width),
-        "output": (hidden, q_size),
+        "value": (shape.num_kv_heads * shape.value_dim, width),
+        "output": (hidden, value_size),
     }
     if spec.latent is not None:
         sizes["query"] = shape.num_heads * spec.query_dim, query_width
@@ -1289,16 +1348,25 @@ def _check_attention(
     for name, length in vectors.items():
         if length is not None:
             _check_vector(prefix + name, getattr(layer, name), length)
+    _check_bias(f"{prefix}query_norm_bias", layer.query_norm_bias, q_size)
+    _check_bias(f"{prefix}key_norm_bias", layer.key_norm_bias, kv_size)
     biases = None if layer.distance_biases is None else layer.distance_biases.ravel()
     if (biases is not None) != (spec.bias_reach > 0):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has biases")
     if biases is not None:
         length = shape.num_heads * (2 * spec.bias_reach + 1)
         _check_vector(f"{prefix}biases by distance", biases, length)
+    if (layer.relative_positions is not None) != spec.has_relative_positions:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights is disentangled")
+    if layer.relative_positions is not None:
+        positions = layer.relative_positions
+        for vectors in (positions.keys, positions.queries):
+            count = shape.num_heads * positions.keys.shape[1] * dim
+            _check_vector(f"{prefix}relative positions", vectors.ravel(), count)
     if (layer.attention_gate is not None) != spec.has_attention_gate:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
-        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (q_size, width))
+        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (value_size, width))
 
 
 def _check_query(prefix: str, spec: LowRankQuery | None, layer: LayerWeights, width: int) -> None:
@@ -1333,14 +1401,21 @@ def _check_recurrent(
     prefix: str, spec: RecurrentSpec, weights: RecurrentWeights, hidden: int
 ) -> None:
     shape, vectors = spec.shape, weights.vectors
-    _check_linear(f"{prefix}inputs", weights.inputs, (shape.width, hidden))
-    _check_linear(f"{prefix}gate", weights.gate, (shape.width_out, hidden))
+    is_kda, width = shape.rule == "kda", hidden
+    num_inputs = shape.width_out if is_kda else shape.width
+    _check_linear(f"{prefix}inputs", weights.inputs, (num_inputs, hidden))
+    if weights.gate_down is not None:
+        width = weights.gate_down.weight.out_features
+        _check_linear(f"{prefix}gate_down", weights.gate_down, (width, hidden))
+    _check_linear(f"{prefix}gate", weights.gate, (shape.width_out, width))
     _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
-    if shape.rule == "selective":
+    if is_kda:
+        _check_kda_gates(prefix, shape, weights, hidden)
+    elif shape.rule == "selective":
         _check_selective_gates(prefix, shape, weights)
     elif shape.rule == "lru":
         _check_blocks(prefix, shape, weights)
-    elif (weights.gates is None) != (shape.rule == "conv"):
+    elif (weights.gates is None) != (shape.rule in ("conv", "retention")):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has gates")
     elif weights.gates is not None:
         _check_linear(f"{prefix}gates", weights.gates, (shape.num_gates, hidden))
@@ -1357,7 +1432,9 @@ def _check_recurrent(
         decay = None if vectors.decay is None else vectors.decay.ravel()
         _check_vector(f"{prefix}decay", decay, count * size)
         num_biases = 2 * count if shape.rule == "lru" else count
-        _check_vector(f"{prefix}step_bias", vectors.step_bias, num_biases)
+        num_biases = count * shape.state_size if is_kda else num_biases
+        if shape.rule != "retention":
+            _check_vector(f"{prefix}step_bias", vectors.step_bias, num_biases)
         _check_bias(f"{prefix}skip", vectors.skip, count)
     if spec.norm is not None:
         size = 0 if weights.norm is None else weights.norm.size
@@ -1399,6 +1476,24 @@ def _check_mixes(
         _check_linear(f"{prefix}{name}, up", product.up, (hidden, rank))
     for name, vector in vars(weights.vectors).items():
         _check_vector(prefix + name, vector, hidden)
+
+
+def _check_kda_gates(
+    prefix: str, shape: Recurrence, weights: RecurrentWeights, hidden: int
+) -> None:
+    num_keys = shape.num_groups * shape.state_size
+    rank = 0 if weights.gates is None else weights.gates.weight.in_features
+    for name, size in (
+        ("keys", (num_keys, hidden)),
+        ("queries", (num_keys, hidden)),
+        ("strengths", (shape.num_heads, hidden)),
+        ("step_down", (rank, hidden)),
+        ("gates", (shape.num_heads * shape.state_size, rank)),
+    ):
+        linear = getattr(weights, name)
+        if linear is None:
+            raise CheckpointError(f"{prefix}{name} is missing")
+        _check_linear(prefix + name, linear, size)
 
 
 def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:

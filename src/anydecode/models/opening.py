@@ -169,12 +169,16 @@ def _triton_executor(
             missing = "attention sinks (gpt-oss)"
         elif any(shape.is_two_sided for shape in shapes):
             missing = "windows or linear biases on both sides (ModernBERT, Jina BERT)"
+        elif any(layer.has_relative_positions for layer in network.spec.layers):
+            missing = "disentangled attention (DeBERTa)"
         elif any(layer.bias_reach for layer in network.spec.layers):
             missing = "biases by distance (MPNet)"
         elif any(shape.slopes is not None for shape in shapes):
             missing = "linear biases of attention (ALiBi)"
         elif any(shape.latent_dim is not None for shape in shapes):
             missing = "latent attention (DeepSeek)"
+        elif any(shape.value_size is not None for shape in shapes):
+            missing = "values of fewer numbers than keys (MiMo-V2)"
         elif any(shape.chunk is not None for shape in shapes):
             missing = "chunked attention (Llama 4)"
         elif any(layer.cache_layer is not None for layer in network.spec.layers):

@@ -79,6 +79,7 @@ class RecurrentSpec:
         gate: The activation of the gate that multiplies their output.
         norm: Whether that output is normed "before" the gate, "after" it, or not (None).
         norm_groups: The number of equal parts of the output that are normed separately.
+        norm_eps: Of that norm; None: that of the model's norms.
         gate_norm_eps: With the rule "selective": the epsilon of the RMS norms of the keys, of the
             queries, and of the input of the product that gives the steps (Falcon-Mamba, Jamba);
             None for no norms.
@@ -88,6 +89,7 @@ class RecurrentSpec:
     gate: str = "silu"
     norm: str | None = None
     norm_groups: int = 1
+    norm_eps: float | None = None
     gate_norm_eps: float | None = None
 
 
@@ -96,9 +98,9 @@ class LatentSpec:
     """The projections of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     A position's only key is a latent of `Attention.latent_dim` numbers, followed by a part with
-    rotary position embedding. The matrices from the latent to the keys and values of each head are
-    applied to the queries and to the output of the attention instead. Each head's query has
-    `key_dim` numbers, followed by its part with rotary position embedding.
+    rotary position embedding (or none: Kimi Linear). The matrices from the latent to the keys and
+    values of each head are applied to the queries and to the output of the attention instead. Each
+    head's query has `key_dim` numbers, followed by its part with rotary position embedding.
 
     Attributes:
         key_dim: Numbers of a head's key, without those with rotary position embedding.
@@ -140,7 +142,12 @@ class LayerSpec:
         rope: The rotary position embedding; None for no position embedding (SmolLM3).
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
-            and output).
+            and output), "stream" (MiniMax-Text-01: on each sublayer's input, which is added to its
+            output as normed).
+        has_second_sum: With the norms "sum", whether the attention's input is added to its normed
+            sum once more, and that sum is normed too (Jina's model of code).
+        sum_factors: With the norms "stream", the factors of the first sublayer's input and output
+            in their sum, and of the MLP's.
         qk_norm: The norm of queries and keys: None, "head" (each head, all with the same weights;
             Qwen3, Gemma 3), "heads" (each head, with weights of its own; Command R+, StableLM 2),
             "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
@@ -177,6 +184,8 @@ class LayerSpec:
             head, beside zeros.
         bias_reach: The largest distance of a key and a row whose bias differs from that of larger
             ones, see `Backend.attend` (MPNet); 0: there are no such biases.
+        has_relative_positions: Whether attention is disentangled (DeBERTa), see
+            `RelativePositions`.
         memory: "makes" if the recurrence's output before its gate is the memory of later layers,
             "reads" if the first sublayer is a gated memory unit (SambaY), "side" if the layer
             computes the memory, a second stream of hidden states, from the sum of both streams, and
@@ -190,6 +199,8 @@ class LayerSpec:
     attention: Attention | None
     rope: Rope | None
     norms: str = "pre"
+    has_second_sum: bool = False
+    sum_factors: tuple[float, float, float, float] | None = None
     qk_norm: str | None = None
     activation: Activation = "silu"
     num_experts: int = 0
@@ -213,6 +224,7 @@ class LayerSpec:
     gate_cutoff: float | None = None
     is_differential: bool = False
     bias_reach: int = 0
+    has_relative_positions: bool = False
     memory: str | None = None
 
     @property
@@ -593,7 +605,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
                 head_dim -= layer.attention.latent_dim
             _check_rope(prefix, rope, head_dim)
     choices = {
-        "norms": ("pre", "post", "both", "sum"),
+        "norms": ("pre", "post", "both", "sum", "stream"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
         "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"),
         "mlp": ("gated", "plain", "none"),
@@ -608,6 +620,14 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
     if layer.activation == "xielu" and (layer.mlp != "plain" or layer.num_experts):
         raise refusal(f"{prefix}activation", layer.activation, "xielu in plain MLPs only")
+    if (layer.sum_factors is not None) != (layer.norms == "stream"):
+        raise ConfigError(f"{prefix}norms of the stream need factors of the sums, others have none")
+    for factor in layer.sum_factors or ():
+        number(f"{prefix}sum_factors", factor, -MAX_FACTOR)
+    if layer.has_second_sum and (layer.norms != "sum" or layer.attention is None):
+        raise ConfigError(f"{prefix}a second sum needs attention, and norms of sums")
+    if layer.norms == "stream" and (layer.mlp == "none" or layer.is_parallel):
+        raise ConfigError(f"{prefix}norms of the stream need an MLP behind the first sublayer")
     if layer.gate_cutoff is not None:
         number(f"{prefix}gate_cutoff", layer.gate_cutoff, -MAX_FACTOR)
         if layer.mlp != "gated" or layer.num_experts:
@@ -628,6 +648,13 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         shape = layer.attention
         if shape is None or shape.slopes is not None or layer.latent is not None:
             raise ConfigError(f"{prefix}biases by distance need attention without linear biases")
+    if layer.has_relative_positions:
+        shape = layer.attention
+        is_plain = shape is not None and shape.slopes is None and not layer.bias_reach
+        if not is_plain or layer.latent is not None or shape.num_heads != shape.num_kv_heads:
+            raise ConfigError(
+                f"{prefix}disentangled attention needs a key for each head, and no other biases"
+            )
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -688,6 +715,8 @@ def _check_attention(prefix: str, shape: Attention) -> None:
     dim = integer(f"{prefix}head_dim", shape.head_dim, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * head_dim", heads * dim)
     number(f"{prefix}scale", shape.scale)
+    if shape.value_size is not None:
+        integer(f"{prefix}value_size", shape.value_size, 1, dim)
     if shape.window is not None:
         integer(f"{prefix}window", shape.window)
     if shape.chunk is not None:
@@ -705,11 +734,12 @@ def _check_attention(prefix: str, shape: Attention) -> None:
 
 def _check_latent(prefix: str, layer: LayerSpec) -> None:
     latent, shape = layer.latent, layer.attention
-    if latent is None or shape is None or shape.latent_dim is None or layer.rope is None:
-        raise ConfigError(
-            f"{prefix}latent attention lacks one of latent, attention, latent_dim and rope"
-        )
-    heads, rotary = shape.num_heads, 2 * layer.rope.frequencies.size
+    if latent is None or shape is None or shape.latent_dim is None:
+        raise ConfigError(f"{prefix}latent attention lacks one of latent, attention and latent_dim")
+    heads, rotary = shape.num_heads, shape.head_dim - shape.latent_dim
+    if layer.rope is not None:
+        rotary = 2 * layer.rope.frequencies.size
+    integer(f"{prefix}rotary size", rotary)
     integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, 1)
     integer(f"{prefix}latent_dim", shape.latent_dim, 1, MAX_COUNT)
     if shape.head_dim != shape.latent_dim + rotary:
@@ -738,6 +768,8 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
         if shape.rule != "selective":
             raise refusal(f"{prefix}gate_norm_eps", spec.gate_norm_eps, f"None with {shape.rule!r}")
         number(f"{prefix}gate_norm_eps", spec.gate_norm_eps, 0.0, 1.0)
+    if spec.norm_eps is not None:
+        number(f"{prefix}norm_eps", spec.norm_eps, 0.0, 1.0)
     if shape.rule == "conv":
         return
     heads = integer(f"{prefix}num_heads", shape.num_heads, 1, MAX_COUNT)

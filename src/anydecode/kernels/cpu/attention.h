@@ -245,8 +245,37 @@ INLINE void eight_scores(int format, int heads, const float *q, const char *cons
   }
 }
 
+/* The number of a key's relative position, `distance` positions behind the row. */
+INLINE int relative_column(const Op *op, int distance) {
+  int reach = op->reach, d = distance < -reach ? -reach : distance > reach ? reach : distance;
+  return (int)op->slopes[d + reach];
+}
+
+/* Scores of the positions [j, j + 8) of the block plus the products of head `at` with relative
+ * positions. */
+static f8 add_relative(const Op *op, const Scratch *scratch, int at, int j, int padded, f8 scores) {
+  const float *q = scratch->q + (int64_t)at * padded;
+  const float *tables = op->slopes + 2 * op->reach + 1;
+  int64_t head = (int64_t)scratch->slopes[at], size = (int64_t)op->groups * padded;
+  const float *keys = tables + head * size, *queries = keys + op->heads * size;
+  int distance = (int)(scratch->start - scratch->row_positions[at]) + j;
+  float found[8];
+  for (int i = 0; i < 8; i++) {
+    int64_t offset = (int64_t)relative_column(op, distance + i) * padded;
+    f8 sum = f8_set(0.0f);
+    for (int d = 0; d < padded; d += 8) {
+      sum = f8_fma(f8_load(q + d), f8_load(keys + offset + d), sum);
+      f8 key = load_as(scratch->format, scratch->key[j + i], d);
+      sum = f8_fma(key, f8_load(queries + offset + d), sum);
+    }
+    found[i] = f8_sum(sum);
+  }
+  return f8_fma(f8_load(found), f8_set(op->x), scores);
+}
+
 /* Scores of the positions [j, j + 8) of the block plus the biases of head `at`. */
-INLINE f8 add_biases(const Op *op, const Scratch *scratch, int at, int j, f8 scores) {
+INLINE f8 add_biases(const Op *op, const Scratch *scratch, int at, int j, int padded, f8 scores) {
+  if (op->groups) return add_relative(op, scratch, at, j, padded, scores);
   static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
   float distance = scratch->start - scratch->row_positions[at] + (float)j;
   if (op->reach) {
@@ -285,7 +314,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
       }
       f8 s = f8_mul(f8_join(low[i], high[i]), f8_set(op->x));
       if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
-      if (op->slopes) s = add_biases(op, scratch, at + i, j, s);
+      if (op->slopes) s = add_biases(op, scratch, at + i, j, padded, s);
       f8_store(to, s);
       if (eight != 255) {
         for (int k = 0; k < 8; k++)
@@ -654,8 +683,8 @@ static void store_row(const Pass *pass, const Op *op, int row, const float *k, c
   for (int h = 0; h < op->kv_heads; h++, at += next, k += op->head_dim) {
     encode_vector(pass->cache_format, k, op->head_dim, (char *)pass->keys[op->layer] + at);
     if (op->is_latent) continue;
-    encode_vector(pass->cache_format, v, op->head_dim, (char *)pass->values[op->layer] + at);
-    v += op->head_dim;
+    encode_vector(pass->cache_format, v, op->value_dim, (char *)pass->values[op->layer] + at);
+    v += op->value_dim;
   }
 }
 

@@ -153,7 +153,11 @@ static void run_row(const Step *s, int r) {
       rope(a + from, op->heads, op->head_dim, b + (int64_t)r * 2 * op->count, op->count,
            out + from);
       break;
-    case OP_STORE: store_row(s->pass, op, r, a + from, b ? b + from : NULL); break;
+    case OP_STORE: {
+      const float *v = b ? b + (int64_t)r * op->kv_heads * op->value_dim : NULL;
+      store_row(s->pass, op, r, a + from, v);
+      break;
+    }
     case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from); break;
     case OP_SHIFT: shift_row(s->pass, op, r, a + from, out + to); break;
     case OP_STORED: stored_row(s->pass, op, r, out + to); break;

@@ -32,7 +32,9 @@ enum Code {
 };
 
 /* interface.py: RULES */
-enum Rule { RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU };
+enum Rule {
+  RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU, RULE_KDA, RULE_RETENTION
+};
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 enum { MAX_BRANCH_STATES = 16 }; /* see kernels/recurrent.py */
 
@@ -89,7 +91,7 @@ typedef struct {
   int64_t a, b, c, out; /* buffers */
   int32_t width, width_out, heads, kv_heads, head_dim, groups, window, count;
   /* is_latent: values are the first value_dim numbers of the only key head, and kv_heads are groups
-   * of query heads. */
+   * of query heads. Other values have room for head_dim numbers in a slot. */
   int32_t value_dim, is_latent;
   int32_t chunk, reach; /* chunk: of chunked attention, in positions; 0: none */
   float x, y;
@@ -99,7 +101,9 @@ typedef struct {
   const Routing *routing;
   const Recurrence *recurrence;
   const float *slopes; /* of linear biases: [heads]; with a reach the biases themselves, by distance:
-                        * [heads][2 * reach + 1]; NULL: none */
+                        * [heads][2 * reach + 1]; with `groups` relative positions their numbers
+                        * by distance, [2 * reach + 1], then their keys and their queries,
+                        * [heads][groups][head_dim, rounded up to 8]; NULL: none */
 } Op;
 
 /* Rows whose hidden states after `layer` layers are copied to `out`, `stride` floats apart. */

@@ -57,6 +57,7 @@ INLINE void normalise(float *x, int count, float scale) {
 /* The inputs of one step of one head. */
 typedef struct {
   float *value, *key, *query;
+  float *decays; /* of RULE_KDA, one per number of the key */
   float decay, strength;
 } HeadStep;
 
@@ -90,6 +91,27 @@ INLINE void advance(const Recurrence *shape, const HeadStep *step, float skip, f
       sum = f8_fma(s, f8_load_part(step->query + i, size - i), sum);
     }
     if (out) out[p] = f8_sum(sum) + skip * step->value[p];
+  }
+}
+
+/* Advance the state of one head as `advance` does, with the rule RULE_KDA. */
+INLINE void advance_kda(const Recurrence *shape, const HeadStep *step, float *state, float *out) {
+  int size = shape->state_size;
+  for (int p = 0; p < shape->head_dim; p++, state += size) {
+    f8 dot = f8_set(0.0f), sum = f8_set(0.0f);
+    for (int i = 0; i < size; i += 8) {
+      f8 s = f8_mul(f8_load_part(state + i, size - i), f8_load_part(step->decays + i, size - i));
+      f8_store_part(state + i, s, size - i);
+      dot = f8_fma(s, f8_load_part(step->key + i, size - i), dot);
+    }
+    f8 change = f8_set((step->value[p] - f8_sum(dot)) * step->strength);
+    for (int i = 0; i < size; i += 8) {
+      f8 s = f8_load_part(state + i, size - i);
+      s = f8_fma(change, f8_load_part(step->key + i, size - i), s);
+      f8_store_part(state + i, s, size - i);
+      sum = f8_fma(s, f8_load_part(step->query + i, size - i), sum);
+    }
+    if (out) out[p] = f8_sum(sum);
   }
 }
 
@@ -149,13 +171,30 @@ static void advance_lru(const Recurrence *shape, int head, const float *value, c
 static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slots,
                     const float *gates, HeadStep *step) {
   const Recurrence *shape = op->recurrence;
-  int size = shape->state_size, is_delta = shape->rule == RULE_DELTA;
+  int size = shape->state_size, is_kda = shape->rule == RULE_KDA;
   int group = key_group(shape, head), keys = shape->heads * shape->head_dim;
   convolve(pass, op, slots, keys + group * size, size, step->key);
   convolve(pass, op, slots, keys + (shape->groups + group) * size, size, step->query);
-  f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
-  f8 time = f8_min(f8_max(f8_softplus(gate), f8_set(shape->min_step)), f8_set(shape->max_step));
-  step->decay = first_lane(f8_exp(f8_mul(time, f8_set(shape->decay[head]))));
+  if (shape->rule == RULE_RETENTION) {
+    step->decay = first_lane(f8_exp(f8_set(shape->decay[head])));
+    step->strength = 1.0f;
+    return;
+  }
+  f8 low = f8_set(shape->min_step), high = f8_set(shape->max_step), time = low;
+  if (is_kda) {
+    const float *gate = gates + shape->heads + head * size, *bias = shape->step_bias + head * size;
+    for (int i = 0; i < size; i += 8) {
+      f8 sum = f8_add(f8_load_part(gate + i, size - i), f8_load_part(bias + i, size - i));
+      time = f8_min(f8_max(f8_softplus(sum), low), high);
+      f8 decay = f8_exp(f8_mul(time, f8_set(shape->decay[head])));
+      f8_store_part(step->decays + i, decay, size - i);
+    }
+  } else {
+    f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
+    time = f8_min(f8_max(f8_softplus(gate), low), high);
+    step->decay = first_lane(f8_exp(f8_mul(time, f8_set(shape->decay[head]))));
+  }
+  int is_delta = is_kda || shape->rule == RULE_DELTA;
   step->strength = first_lane(is_delta ? f8_sigmoid(f8_set(gates[head])) : time);
   if (is_delta) {
     normalise(step->key, size, 1.0f);
@@ -171,8 +210,9 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
   int padded = (dim + 7) / 8 * 8;
   float *state = scratch, *kept = pass->states[op->layer] + head * floats;
   float *times = scratch + floats + padded;
-  HeadStep step = {scratch + floats, times + padded, NULL, 0.0f, 0.0f};
+  HeadStep step = {scratch + floats, times + padded, NULL, NULL, 0.0f, 0.0f};
   step.query = step.key + (size + 7) / 8 * 8;
+  step.decays = step.query + (size + 7) / 8 * 8;
   float *branches = step.key + (size + 7) / 8 * 32; /* advance_wkv uses four vectors */
   for (int run = 0; run < pass->num_runs; run++) {
     int32_t start = pass->scan_start[run];
@@ -196,7 +236,8 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
         advance_lru(shape, head, step.value, gates, is_first, state, to);
       } else {
         prepare(pass, op, head, slots, gates, &step);
-        advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
+        if (shape->rule == RULE_KDA) advance_kda(shape, &step, state, to);
+        else advance(shape, &step, shape->skip ? shape->skip[head] : 0.0f, state, to);
       }
       if (save != -1)
         memcpy(save < 0 ? branches - (save + 2) * floats : kept + save * total, state,

@@ -26,6 +26,7 @@ from anydecode.kernels.interface import (
     Activation,
     Adapter,
     Attention,
+    Biases,
     ClampedSwiglu,
     ExpertWeights,
     KeyValues,
@@ -210,7 +211,7 @@ class TritonBackend(ReferenceBackend):
         layer: int,
         shape: Attention,
         sinks: np.ndarray | None = None,
-        biases: np.ndarray | None = None,
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         assert sinks is None and biases is None, "refused when the model is opened"
         rows, cache = self._device_rows(), self._cache

@@ -17,9 +17,16 @@ from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_latent, read_low_rank_query
 from anydecode.models.families.recurrent import multiplier, multipliers
+from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.sambay import read_differential, read_memory_unit
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import Config, bool_value, int_value, layer_config
+from anydecode.models.families.values import (
+    Config,
+    bool_value,
+    int_value,
+    layer_config,
+    optional_number,
+)
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS
@@ -265,7 +272,7 @@ class _LayerReader:
         self._spec: LayerSpec = spec.layers[index]
         self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
         self._num_streams, self._memory_size = spec.num_streams, spec.memory_size
-        self._has_canvas = spec.has_canvas
+        self._has_canvas, self._max_positions = spec.has_canvas, spec.max_positions
         self._index = index
         self._name = f"layers.{index}"
 
@@ -306,7 +313,7 @@ class _LayerReader:
             self._multiply(layer)
         post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"
         if not post:
-            has_first = self._spec.has_attention_norm
+            has_first = self._spec.has_attention_norm and self._spec.has_mixer
             if has_first:
                 layer.attention_norm = self._norm("input_layernorm")
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
@@ -324,6 +331,9 @@ class _LayerReader:
             if self._family.has_norm_bias:
                 layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
                 layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
+        if self._spec.has_second_sum:
+            layer.second_norm = self._norm("second_attention_layernorm")
+            layer.second_norm_bias = self._norm_bias("second_attention_layernorm")
         return layer
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
@@ -343,8 +353,16 @@ class _LayerReader:
             layer.distance_biases = read_distance_biases(
                 self._reader, self._config, shape.num_heads
             )
+        if self._spec.has_relative_positions:
+            layer.relative_positions = read_relative_positions(
+                self._reader, self._config, layer, shape, self._max_positions
+            )
+        factor = optional_number(self._config, "attention_value_scale")
+        if factor is not None and layer.value is not None:
+            layer.value.scale = factor
         if self._spec.has_sinks:
-            name = f"{self._name}.self_attn.sinks"
+            names = [f"{self._name}.self_attn.{one}" for one in ("sinks", "attention_sink_bias")]
+            name = next(filter(self._reader.has, names), names[0])
             layer.sinks = self._reader.vector(name, shape.num_heads)
         if self._spec.qk_norm == "heads":
             names = ("self_attn.q_norm", "self_attn.k_norm")
@@ -356,6 +374,9 @@ class _LayerReader:
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
             if self._spec.cache_layer is None:
                 layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
+            if self._reader.has(f"{self._full('self_attn.q_norm')}.bias"):
+                layer.query_norm_bias = self._head_bias("self_attn.q_norm", layer.query_norm)
+                layer.key_norm_bias = self._head_bias("self_attn.k_norm", layer.key_norm)
 
     def _multiply(self, layer: LayerWeights) -> None:
         """Apply Falcon-H1's factors of the attention's and the MLP's products."""
@@ -473,16 +494,25 @@ class _LayerReader:
             norms = self._reader.tensor(f"{full}.weight", (count, dim)).ravel()
         return norms if order is None else norms[order]
 
+    def _head_bias(self, name: str, weight: np.ndarray | None) -> np.ndarray:
+        """The bias of a norm of queries or keys."""
+        size = 0 if weight is None else len(weight)
+        return self._reader.vector(f"{self._full(name)}.bias", size)
+
     def _norm_bias(self, name: str) -> np.ndarray:
         return self._reader.vector(f"{self._full(name)}.bias", self._hidden)
 
     def _attention(self, shape: Attention) -> tuple[Linear, Linear, Linear, Linear]:
         q_size = shape.num_heads * self._spec.query_dim
-        kv_size = shape.num_kv_heads * shape.head_dim
+        sizes = {
+            "self_attn.q_proj": q_size,
+            "self_attn.k_proj": shape.num_kv_heads * shape.head_dim,
+            "self_attn.v_proj": shape.num_kv_heads * shape.value_dim,
+        }
         bias = bool_value(self._config, "attention_bias")
         q, k, v = self._parts(
             "self_attn.qkv_proj",
-            {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size},
+            sizes,
             bias or bool_value(self._config, "qkv_bias", self._family.qkv_bias),
             {
                 "self_attn.q_proj": self._spec.query_order(),
@@ -492,8 +522,9 @@ class _LayerReader:
         output_bias = bool_value(
             self._config, "attention_out_bias", bias and self._family.output_bias
         )
+        out_size = q_size if shape.value_size is None else shape.num_heads * shape.value_size
         name = self._full("self_attn.o_proj")
-        return q, k, v, self._reader.linear(name, (self._hidden, q_size), output_bias)
+        return q, k, v, self._reader.linear(name, (self._hidden, out_size), output_bias)
 
     def _mlp(self) -> GatedMlp | PlainMlp | Experts:
         if is_expert_layer(self._config, self._index):

@@ -192,6 +192,11 @@ def spec_from_config(
         high = MAX_SIZE
         if family.has_position_table:
             high = int_value(config, "max_position_embeddings")
+        if family.dense_positions is not None:
+            high = int_value(config, family.dense_positions)
+        if family.dense_positions is not None and max_positions > high:
+            allowed = f"{high} at most: sparse attention to longer contexts is not supported"
+            raise refusal("max_positions", max_positions, allowed)
         integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
@@ -480,8 +485,10 @@ def _layers(
         is_side = kind == SIDE
         kind = FULL if is_side else kind
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
-        is_mlp = family.has_single_sublayers and kind in (MLP, MOE)
-        mlp = "none" if family.has_single_sublayers and not is_mlp else family.mlp
+        may_be_mlp = family.has_single_sublayers or family.has_missing_sublayers
+        is_mlp = may_be_mlp and kind in (MLP, MOE)
+        has_mlp = is_mlp or not family.has_single_sublayers
+        mlp = family.mlp if has_mlp and bool_value(own, "has_mlp", True) else "none"
         if is_mlp or kind == MEMORY_UNIT or (has_recurrence and kind != HYBRID):
             memory = "makes" if layer == maker else None
             layers.append(
@@ -489,6 +496,7 @@ def _layers(
                     attention=None,
                     rope=None,
                     norms=_norms(config, family),
+                    sum_factors=_sum_factors(config, family, kind),
                     activation=activation,
                     num_experts=num_experts(config) if is_moe else 0,
                     routing=_routing(config, family.moe) if is_moe and family.moe else None,
@@ -521,11 +529,13 @@ def _layers(
                 attention=attention,
                 rope=rope if has_rope[layer] else None,
                 norms=_norms(config, family),
+                has_second_sum=family.has_second_sum,
+                sum_factors=_sum_factors(config, family, kind),
                 qk_norm=family.qk_norm if has_qk_norm else None,
                 activation=activation,
                 num_experts=num_experts(config) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
-                has_sinks=family.has_sinks,
+                has_sinks=family.has_sinks and bool_value(own, "has_sinks", True),
                 query_rope=query_ropes[rope] if has_rope[layer] else temperature,
                 norm_after_rope=family.norm_after_rope,
                 interleaved_rope=bool_value(config, "rope_interleave", family.interleaved_rope),
@@ -544,6 +554,7 @@ def _layers(
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
                 is_differential=family.is_differential,
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
+                has_relative_positions=family.has_relative_positions,
                 memory="side" if is_side else None,
             )
         )
@@ -553,6 +564,18 @@ def _layers(
 def _norms(config: Config, family: Family) -> str:
     """Where the norms of layers are."""
     return family.norms if bool_value(config, "do_layer_norm_before", True) else "sum"
+
+
+def _sum_factors(
+    config: Config, family: Family, kind: str
+) -> tuple[float, float, float, float] | None:
+    """The factors of MiniMax-Text-01's sums, for a layer of type `kind`."""
+    if family.norms != "stream":
+        return None
+    mixer = "linear_attn" if kind in RECURRENT_TYPES else "full_attn"
+    names = [f"{part}_{name}_factor" for part in (mixer, "mlp") for name in ("alpha", "beta")]
+    first, mixed, second, fed = (number(name, value_or(config, name, 1.0)) for name in names)
+    return first, mixed, second, fed
 
 
 def _memory_layer(layer_types: list[str]) -> int | None:
@@ -619,7 +642,16 @@ def _attention(
         if family.has_attention_softcap
         else None,
         slopes=_slopes(config, family, heads, scale),
+        value_size=_value_size(config, family, dim),
     )
+
+
+def _value_size(config: Config, family: Family, dim: int) -> int | None:
+    """The numbers of one head's value, where they are fewer than the `dim` of its key."""
+    if family.value_size is None:
+        return None
+    size = int_value(config, family.value_size, dim, high=dim)
+    return size if size < dim else None
 
 
 def _slopes(config: Config, family: Family, heads: int, scale: float) -> tuple[float, ...] | None:
@@ -674,6 +706,9 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
+    selected = FAMILIES[config["model_type"]].dense_positions
+    if selected is not None:
+        longest = min(longest, int_value(config, selected))
     parameters = _rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from anydecode.models.families.family import Family, MixtureOfExperts
+from anydecode.models.families.family import Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import all_full, full_every_third, no_rope
 from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import Config, head_dim
 
 #: Norms are on the sums of sublayers and their inputs.
 _BERT: dict[str, Any] = {
@@ -50,9 +51,31 @@ def _heads(name: str) -> tuple[str, ...]:
     )
 
 
+def _disentangled_scales(config: Config) -> Scales:
+    """Scores are sums of three products."""
+    return Scales(attention=(3 * head_dim(config)) ** -0.5)
+
+
 FAMILIES |= {
     "bert": Family(
         _heads("Bert"), all_full, has_segments=True, defaults=_BERT_DEFAULTS, **_BERT_PLAIN
+    ),
+    # Clark et al., 2020, arXiv:2003.10555.
+    "electra": Family(
+        _heads("Electra"),
+        all_full,
+        has_segments=True,
+        defaults={
+            **_BERT_DEFAULTS,
+            "hidden_size": 256,
+            "num_attention_heads": 4,
+            "intermediate_size": 1024,
+        },
+        **_BERT_PLAIN,
+    ),
+    # Sun et al., 2021, arXiv:2107.02137.
+    "ernie": Family(
+        _heads("Ernie"), all_full, has_segments=True, defaults=_BERT_DEFAULTS, **_BERT_PLAIN
     ),
     "distilbert": Family(
         _heads("DistilBert"),
@@ -67,6 +90,43 @@ FAMILIES |= {
         has_distance_biases=True,
         defaults={**_BERT_DEFAULTS, "vocab_size": 30527},
         **_BERT_PLAIN,
+    ),
+    # He et al., 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543.
+    "deberta-v2": Family(
+        _heads("DebertaV2"),
+        all_full,
+        has_segments=True,
+        has_relative_positions=True,
+        scales=_disentangled_scales,
+        mlp="plain",
+        rope_layers=no_rope,
+        defaults={
+            **_BERT_DEFAULTS,
+            "vocab_size": 128_100,
+            "type_vocab_size": 0,
+            "layer_norm_eps": 1e-7,
+        },
+        **_BERT,
+    ),
+    # Sturua et al., 2024, arXiv:2409.10173: RoBERTa with a rotary position embedding.
+    "jina_embeddings_v3": Family(
+        (*_heads("JinaEmbeddingsV3"), *_heads("XLMRoberta"), "XLMRobertaLoRA"),
+        all_full,
+        has_segments=True,
+        mlp="plain",
+        defaults={
+            **_BERT_DEFAULTS,
+            "vocab_size": 250_002,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 8194,
+            "rope_theta": 20_000.0,
+        },
+        **_BERT,
     ),
     "modernbert": Family(
         _heads("ModernBert"),
@@ -119,6 +179,18 @@ FAMILIES |= {
         has_segments=True,
         has_alibi=True,
         rope_layers=no_rope,
+        defaults={**_BERT_DEFAULTS, "mlp_bias": False},
+        **_BERT,
+    ),
+    # Its model of code (2024): norms of queries and keys, and one more of the attention's sum.
+    "jina_bert_code": Family(
+        _heads("JinaBert"),
+        all_full,
+        has_segments=True,
+        has_alibi=True,
+        rope_layers=no_rope,
+        qk_norm="full",
+        has_second_sum=True,
         defaults={**_BERT_DEFAULTS, "mlp_bias": False},
         **_BERT,
     ),

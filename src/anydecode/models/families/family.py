@@ -158,7 +158,7 @@ class Family:
         scales: Returns the factors of embeddings, scores, sublayers and logits; None: the usual
             ones.
         moe: Its mixture of experts, if it has one.
-        has_sinks: See `LayerSpec.has_sinks`.
+        has_sinks: See `LayerSpec.has_sinks`; a layer's own key `has_sinks` may turn it off.
         has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
         recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
             `RECURRENT_TYPES`.
@@ -168,13 +168,21 @@ class Family:
             (Falcon-H1).
         has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone
             (Nemotron-H).
+        has_missing_sublayers: Whether layers of type "mlp" have no attention, and those whose own
+            key `has_mlp` is false no MLP (Nemotron-NAS).
         derived: Returns keys that replace those of a config.
         is_encoder: See `ModelSpec.is_encoder`.
         has_embedding_norm: See `ModelSpec.has_embedding_norm`.
         has_final_norm: See `ModelSpec.has_final_norm`.
         has_segments: Whether token types have embeddings.
+        has_second_sum: See `LayerSpec.has_second_sum`.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
+        value_size: The config's key for the numbers of one head's value, where these differ from
+            those of its key; None: they are as many.
+        dense_positions: The config's key for the number of positions that sparse attention selects
+            for each row (DeepSeek-V3.2). Contexts are no longer than that, so that it is attention
+            to all. None: attention is not sparse.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -186,6 +194,7 @@ class Family:
         is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
         has_distance_biases: Whether scores have learned biases by distance, see
             `LayerSpec.bias_reach`.
+        has_relative_positions: See `LayerSpec.has_relative_positions`.
         has_query_growth: Whether `llama_4_scaling_beta` of the rope parameters applies, see
             `LayerSpec.query_rope`.
     """
@@ -226,13 +235,17 @@ class Family:
     has_attention_gate: bool = False
     multipliers: bool = False
     has_single_sublayers: bool = False
+    has_missing_sublayers: bool = False
     derived: Callable[[Config], dict[str, Any]] | None = None
     is_encoder: bool = False
     has_embedding_norm: bool = False
     has_final_norm: bool = True
+    has_second_sum: bool = False
     has_first_norm: bool = True
     has_segments: bool = False
     has_latent_attention: bool = False
+    value_size: str | None = None
+    dense_positions: str | None = None
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False
@@ -242,3 +255,4 @@ class Family:
     is_differential: bool = False
     has_query_growth: bool = False
     has_distance_biases: bool = False
+    has_relative_positions: bool = False

@@ -12,7 +12,14 @@ import numpy as np
 from anydecode.kernels import portable
 from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Recurrence, RecurrenceWeights, Weight
-from anydecode.models.families.values import Config, bool_value, int_value, value_or
+from anydecode.models.families.values import (
+    Config,
+    bool_value,
+    head_dim,
+    int_value,
+    num_layers,
+    value_or,
+)
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, number, refusal
 from anydecode.models.linear import Linear
@@ -402,6 +409,107 @@ def _separate_gates(reader: TensorReader, name: str, shape: Recurrence, hidden: 
 
 #: Qwen3-Next and Qwen3.5: the gated delta rule.
 GATED_DELTA = RecurrentLayout(_delta_spec, _read_delta)
+
+
+def _kimi_delta_spec(config: Config) -> RecurrentSpec:
+    heads = int_value(config, "linear_num_heads", high=MAX_COUNT)
+    dim = int_value(config, "linear_head_dim", high=MAX_COUNT)
+    window = int_value(config, "linear_conv_kernel_dim", high=MAX_COUNT)
+    shape = _shape("kda", window, (heads, dim), (heads, dim))
+    return RecurrentSpec(shape, gate="sigmoid", norm="before", norm_groups=heads)
+
+
+def _read_kimi_delta(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name, shape = f"{layer}.self_attn", spec.shape
+    heads, dim, size = shape.num_heads, shape.head_dim, shape.width_out
+    forget = f"{name}.forget_gate"  # of transformers, not of published checkpoints
+    forget = forget if reader.has(f"{forget}.f_a_proj.weight") else name
+
+    def linear(module: str, shape: tuple[int, int]) -> Linear:
+        return reader.linear(module, shape, False)
+
+    values, keys, queries = (linear(f"{name}.{part}_proj", (size, hidden)) for part in "vkq")
+    if reader.has(f"{forget}.A"):  # GGUF
+        decay = reader.vector(f"{forget}.A", heads)
+    else:
+        decay = -np.exp(reader.tensor(f"{forget}.A_log", (1, 1, heads, 1)).ravel())
+    vectors = RecurrenceWeights(
+        _kimi_convolutions(reader, name, shape),
+        decay=decay,
+        step_bias=reader.vector(f"{forget}.dt_bias", size),
+    )
+    return RecurrentWeights(
+        values,
+        linear(f"{name}.g_b_proj", (size, dim)),
+        linear(f"{name}.o_proj", (hidden, size)),
+        vectors,
+        linear(f"{forget}.f_b_proj", (size, dim)),
+        norm=reader.vector(f"{name}.o_norm.weight", dim),
+        keys=keys,
+        queries=queries,
+        step_down=linear(f"{forget}.f_a_proj", (dim, hidden)),
+        strengths=linear(f"{name}.b_proj", (heads, hidden)),
+        gate_down=linear(f"{name}.g_a_proj", (dim, hidden)),
+    )
+
+
+def _kimi_convolutions(reader: TensorReader, name: str, shape: Recurrence) -> np.ndarray:
+    """The convolutions of values, keys and queries, `[width, window]`; transformers has them as
+    one, queries first."""
+    size, window = shape.width_out, shape.window
+    if reader.has(f"{name}.conv1d.weight"):
+        stored = reader.tensor(f"{name}.conv1d.weight", (3 * size, 1, window))
+        parts = list(stored.reshape(3, size, window))[::-1]
+    else:
+        names = [f"{name}.{part}_conv1d.weight" for part in "vkq"]
+        parts = [
+            reader.tensor(one, (size, 1, window)).reshape(size, window)
+            if len(reader.shape(one)) > 2
+            else reader.tensor(one, (size, window))
+            for one in names
+        ]
+    return np.ascontiguousarray(np.concatenate(parts))
+
+
+#: Kimi Linear: the gated delta rule with a decay per number of the key.
+KIMI_DELTA = RecurrentLayout(_kimi_delta_spec, _read_kimi_delta)
+
+
+def _lightning_spec(config: Config) -> RecurrentSpec:
+    if value_or(config, "hidden_act", "silu") not in ("silu", "swish"):
+        raise refusal("hidden_act", config["hidden_act"], "silu")
+    heads, dim = int_value(config, "num_attention_heads", high=MAX_COUNT), head_dim(config)
+    # A window of one position is no convolution, but for its activation.
+    shape = _shape("retention", 1, (heads, dim), (heads, dim))
+    return RecurrentSpec(shape, gate="sigmoid", norm="before", norm_eps=1e-6)
+
+
+def _read_lightning(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name, shape = f"{layer}.self_attn", spec.shape
+    heads, size = shape.num_heads, shape.width_out
+    # Each head has its query, its key and its value.
+    order = np.arange(3 * size).reshape(heads, 3, -1)[:, ::-1].swapaxes(0, 1).ravel()
+    inputs = reader.linear(f"{name}.qkv_proj", (3 * size, hidden), False, rows=order)
+    depth = int(layer.rpartition(".")[2]) / (num_layers(config) - 1 + 1e-5)
+    slopes = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads) * (1 - depth + 1e-5)
+    vectors = RecurrenceWeights(
+        np.ones((shape.width, 1), np.float32), decay=-slopes.astype(np.float32)
+    )
+    return RecurrentWeights(
+        inputs,
+        reader.linear(f"{name}.output_gate", (size, hidden), False),
+        reader.linear(f"{name}.out_proj", (hidden, size), False),
+        vectors,
+        norm=reader.vector(f"{name}.norm.weight", size),
+    )
+
+
+#: MiniMax-Text-01: lightning attention, whose states decay by a factor of each head and layer.
+LIGHTNING = RecurrentLayout(_lightning_spec, _read_lightning)
 
 
 def _lru_spec(config: Config) -> RecurrentSpec:

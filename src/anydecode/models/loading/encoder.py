@@ -78,6 +78,18 @@ _BERT = _Layout(
     head={"bert.pooler.dense": "dense", "pooler.dense": "dense", "classifier": "output"},
     fixed=_ONLY_ENCODER,
 )
+_ELECTRA = replace(
+    _BERT,
+    prefixes=("electra.", ""),
+    head={"classifier.dense": "dense", "classifier.out_proj": "output"},
+    head_activation="gelu",
+)
+_ERNIE = replace(
+    _BERT,
+    prefixes=("ernie.", ""),
+    head={"ernie.pooler.dense": "dense", "pooler.dense": "dense", "classifier": "output"},
+    fixed={**_ONLY_ENCODER, "use_task_id": False},
+)
 _ROBERTA = _Layout(
     prefixes=("roberta.", ""),
     blocks=("encoder.layer",),
@@ -120,6 +132,25 @@ _MPNET = _Layout(
         "attention.LayerNorm": "post_attention_layernorm",
     },
     head={"classifier.dense": "dense", "classifier.out_proj": "output"},
+)
+_DEBERTA = _Layout(
+    prefixes=("deberta.", ""),
+    blocks=("encoder.layer",),
+    outer={
+        **_EMBEDDINGS,
+        "encoder.rel_embeddings": "relative_positions",
+        "encoder.LayerNorm": "relative_norm",
+    },
+    inner={
+        **_BERT_LAYER,
+        "attention.self.query_proj": "self_attn.q_proj",
+        "attention.self.key_proj": "self_attn.k_proj",
+        "attention.self.value_proj": "self_attn.v_proj",
+    },
+    head={"pooler.dense": "dense", "classifier": "output"},
+    keys={"pooler_hidden_act": "classifier_activation"},
+    fixed={"position_biased_input": False, "conv_kernel_size": 0},
+    head_activation="gelu",
 )
 _MODERNBERT = _Layout(
     prefixes=("model.", ""),
@@ -259,8 +290,41 @@ _EUROBERT = _Layout(
     head_activation="gelu",
     head_pooling=None,
 )
+_JINA_CODE = replace(
+    _JINA,
+    inner={
+        **_BERT_LAYER,
+        "attention.self.layer_norm_q": "self_attn.q_norm",
+        "attention.self.layer_norm_k": "self_attn.k_norm",
+        "layer_norm_1": "second_attention_layernorm",
+        "mlp.down_layer": "mlp.down_proj",
+        "layer_norm_2": "post_feedforward_layernorm",
+    },
+    halves={"mlp.up_gated_layer": ("mlp.up_proj", "mlp.gate_proj")},
+)
+#: The layout of its repository, where each matrix has updates for tasks, and that of transformers.
+_JINA_V3 = _Layout(
+    prefixes=("roberta.", ""),
+    blocks=("encoder.layers", "layers"),
+    outer={**_EMBEDDINGS, "emb_ln": "embed_norm"},
+    inner={
+        **{name: name for name in (*_ATTENTION, "post_attention_layernorm")},
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+        "mixer.Wqkv": "self_attn.qkv_proj",
+        "mixer.out_proj": "self_attn.o_proj",
+        "mlp.fc1": "mlp.up_proj",
+        "mlp.fc2": "mlp.down_proj",
+        "norm1": "post_attention_layernorm",
+        "norm2": "post_feedforward_layernorm",
+    },
+    head={},
+    keys={"rotary_emb_base": "rope_theta"},
+    fixed={"position_embedding_type": "rotary", "is_decoder": False},
+)
 _LAYOUTS = {
     "bert": _BERT,
+    "electra": _ELECTRA,
+    "ernie": _ERNIE,
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
@@ -269,10 +333,15 @@ _LAYOUTS = {
     "mpnet": _MPNET,
     "nomic_bert": _NOMIC,
     "nomic_bert_moe": _NOMIC_MOE,
+    "deberta-v2": _DEBERTA,
     "jina_bert_v2": _JINA,
+    "jina_bert_code": _JINA_CODE,
+    "jina_embeddings_v3": _JINA_V3,
     "gte": _GTE,
     "eurobert": _EUROBERT,
 }
+#: Matrices with updates for each task, which are not read, in Jina's third model.
+_ORIGINAL, _UPDATES = "parametrizations.weight.original", "parametrizations.weight.0."
 #: The names of norms in checkpoints that were converted from TensorFlow.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
 
@@ -287,6 +356,8 @@ def _model_type(config: Mapping[str, Any]) -> Any:
     model_type = config.get("model_type")
     if model_type == "bert" and any("JinaBert" in name for name in class_names(config)):
         return "jina_bert_v2"
+    if model_type == "xlm-roberta" and config.get("position_embedding_type") == "rotary":
+        return "jina_embeddings_v3"
     if model_type == "nomic_bert" and config.get("moe_every_n_layers"):
         return "nomic_bert_moe"
     return "gte" if model_type == "new" else model_type
@@ -302,6 +373,8 @@ def to_hf_layout(
         CheckpointError: A size is invalid, or an option is not supported.
     """
     model_type = _model_type(config)
+    if model_type == "jina_bert_v2" and any("up_gated_layer" in name for name in readers):
+        model_type = "jina_bert_code"
     layout = _LAYOUTS[model_type]
     for key, value in layout.fixed.items():
         if config.get(key) not in (None, value):
@@ -319,6 +392,13 @@ def to_hf_layout(
         usual |= _modernbert(config)
     if layout is _GTE:
         usual |= _gte(config)
+    if layout is _DEBERTA:
+        _check_disentangled(config)
+    if layout in (_DEBERTA, _ELECTRA):
+        size, default = config.get("hidden_size"), 128 if layout is _ELECTRA else None
+        if config.get("embedding_size", default) not in (None, size):
+            found = config.get("embedding_size", default)
+            raise refusal("embedding_size", found, f"{size}, the hidden size")
     if layout is _NOMIC_MOE:
         every = int_value(config, "moe_every_n_layers")
         layers = range(int_value(usual, "num_hidden_layers", 12, high=MAX_LAYERS))
@@ -331,11 +411,13 @@ def to_hf_layout(
         default = "late" if layout is _EUROBERT else "cls"
         pooling = layout.head_pooling or config.get("classifier_pooling") or default
         pooling = "cls" if pooling == "bos" else pooling
-        activation = config.get("classifier_activation") or layout.head_activation
+        activation = usual.get("classifier_activation") or layout.head_activation
         usual["classifier"] = {"activation": activation, "pooling": pooling}
     result: dict[str, Reader] = {}
     for name, reader in readers.items():
-        module, _, leaf = name.rpartition(".")
+        if _UPDATES in name:
+            continue
+        module, _, leaf = name.replace(_ORIGINAL, "weight").rpartition(".")
         leaf = _OLD_LEAVES.get(leaf, leaf)
         if module in head:
             result[f"classifier.{head[module]}.{leaf}"] = reader
@@ -355,6 +437,17 @@ def to_hf_layout(
         if target is not None:
             result[f"model.{target}.{leaf}"] = reader
     return usual, result
+
+
+def _check_disentangled(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a DeBERTa whose attention is not that of the published ones."""
+    kinds = config.get("pos_att_type") or []
+    kinds = kinds.split("|") if isinstance(kinds, str) else list(kinds)
+    if sorted(map(str, kinds)) != ["c2p", "p2c"]:
+        raise refusal("pos_att_type", config.get("pos_att_type"), "c2p and p2c")
+    for key in ("relative_attention", "share_att_key"):
+        if config.get(key) is not True:
+            raise refusal(key, config.get(key), "true")
 
 
 def _modernbert(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import Config
+from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_dflash import ARCHITECTURE as DFLASH
 from anydecode.models.loading.gguf_dflash import load_dflash
@@ -41,6 +41,7 @@ from anydecode.models.loading.gguf_names import (
     STACKS,
     UNUSED_IN_FIRST,
     VECTORS,
+    WITHOUT_INDEXER,
     WITHOUT_NEXTN,
     is_own_vector,
 )
@@ -52,6 +53,8 @@ from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
+#: The convolutions of Kimi Linear, which are stored with two axes of size 1.
+_SEPARATE_CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 #: What opens drafters, by architecture.
 _DRAFTERS = {EAGLE3: load_eagle3, DFLASH: load_dflash}
 
@@ -129,7 +132,7 @@ def _convert(
             raise _unknown_tensor(file, info, architecture)
         root, _, part = outer[module].rpartition(".")
         target = f"{root}.{FAMILIES[config['model_type']].names.get(part, part)}".lstrip(".")
-        prefix, part = "", module
+        prefix, part, layer = "", module, ""
     else:
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
@@ -138,6 +141,8 @@ def _convert(
         is_extra = layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         if is_extra and architecture in WITHOUT_NEXTN:
+            return []
+        if architecture in WITHOUT_INDEXER and part.startswith("indexer."):
             return []
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
@@ -164,8 +169,10 @@ def _convert(
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if target.endswith(".norm") and f"{target}.{leaf}" in FLAT:
         return [_vector(file, info, f"{target}.{leaf}", prefix, config)]
-    if part in ("shortconv.conv", "ssm_conv1d") and leaf == "weight":
+    if part in ("shortconv.conv", "ssm_conv1d", *_SEPARATE_CONVS) and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
+        if part in _SEPARATE_CONVS:
+            shape = (math.prod(info.shape[:-1]), 1, info.shape[-1])
         return [(name, shape, partial(_as_shape, reader, shape))]
     if part in ("attn_q_norm", "attn_k_norm") and len(info.shape) == 2:  # of all heads
         return [(name, info.shape, partial(_as_shape, reader, info.shape))]
@@ -173,7 +180,8 @@ def _convert(
         row = (1, *info.shape)
         return [(name, row, partial(_as_shape, reader, row))]
     if architecture in INTERLEAVED and part in ("attn_q", "attn_k"):
-        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        own = layer_config(config, int(layer))
+        heads = own["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(deinterleaved, reader, heads)
     is_norm = info.name.endswith("norm.weight") and part != "ssm_norm"
     if architecture in ONE_ADDED and is_norm:

@@ -10,6 +10,7 @@ from anydecode.models.limits import MAX_LAYERS
 from anydecode.models.loading.gguf_dense import (
     arcee,
     cohere,
+    deci,
     falcon,
     gpt2,
     gpt_neox,
@@ -49,7 +50,11 @@ from anydecode.models.loading.gguf_experts import (
     glm4_moe,
     gpt_oss,
     hunyuan_moe,
+    hy_v3,
+    kimi_linear,
     llama4,
+    mellum,
+    mimo2,
     minicpm3,
     minimax_m2,
     mistral4,
@@ -57,6 +62,7 @@ from anydecode.models.loading.gguf_experts import (
     phimoe,
     qwen2_moe,
     qwen3_moe,
+    sparse_deepseek,
 )
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.loading.gguf_gemma import (
@@ -83,7 +89,7 @@ from anydecode.models.loading.gguf_recurrent import (
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma3n", "gemma4")
+_VARIED = ("gemma3n", "gemma4", "mimo2", "deci")
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -145,14 +151,22 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "afmoe": afmoe,
         "minimax-m2": minimax_m2,
         "hunyuan-moe": hunyuan_moe,
+        "deci": deci,
+        "hy_v3": hy_v3,
+        "mellum": mellum,
+        "mimo2": mimo2,
+        "kimi-linear": kimi_linear,
         "ernie4_5-moe": ernie_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,
+        "deepseek32": sparse_deepseek,
+        "glm-dsa": sparse_deepseek,
         "lfm2moe": lfm2_moe,
         "bert": bert,
         "nomic-bert": nomic_bert,
         "nomic-bert-moe": nomic_bert_moe,
         "jina-bert-v2": jina_bert,
+        "jina-bert-v3": bert,
         "modern-bert": modern_bert,
         "gemma-embedding": embedding_gemma,
         "mamba": mamba,
@@ -182,15 +196,22 @@ def _common(keys: Keys) -> dict[str, Any]:
     model_type, architecture = ARCHITECTURES[keys.architecture]
     # Mamba has no attention and no MLP, RWKV no attention.
     low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv7") else 1
-    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count", low=low)
-    heads = max(1, heads)
+    is_deci, hidden = keys.architecture == "deci", keys.count("embedding_length")
+    heads = max(1, keys.count("attention.head_count", low=low, skip_zeros=is_deci))
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
-    is_latent = FAMILIES[model_type].has_latent_attention
-    if not is_latent and keys.count("attention.value_length", head_dim) != head_dim:
+    is_latent, value_size = (
+        FAMILIES[model_type].has_latent_attention,
+        FAMILIES[model_type].value_size,
+    )
+    value_dim = head_dim if is_latent else keys.count("attention.value_length", head_dim)
+    if value_size is None and value_dim != head_dim:
         raise CheckpointError(f"{file.path}: keys and values of different sizes are unsupported")
-    is_varied = keys.architecture in _VARIED
-    size = keys.counts("feed_forward_length")[0] if is_varied else None
-    kv_heads = keys.counts("attention.head_count_kv", heads)[0] if is_varied else None
+    size = kv_heads = None
+    if keys.architecture in _VARIED:
+        lowest = 0 if is_deci else 1
+        size = next(filter(None, keys.counts("feed_forward_length", low=lowest)), None)
+        of_keys = keys.counts("attention.head_count_kv", heads, low=lowest)
+        kv_heads = next(filter(None, of_keys), None)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -212,6 +233,8 @@ def _common(keys: Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
     }
+    if value_size is not None:
+        config[value_size] = value_dim
     if keys.architecture == "phimoe":  # whose layer norms have the key of the others
         config["layer_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
     elif FAMILIES[model_type].norm == "layer":

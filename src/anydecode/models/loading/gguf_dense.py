@@ -181,3 +181,24 @@ def mpt(keys: Keys, config: dict[str, Any]) -> None:
 def falcon(keys: Keys, config: dict[str, Any]) -> None:
     """Falcon."""
     config["hidden_act"] = "gelu"
+
+
+def deci(keys: Keys, config: dict[str, Any]) -> None:
+    """Llama-Nemotron: layers differ in the heads of keys and the size of the MLP; where there are
+    none, the layer has no attention or no MLP."""
+    heads, kv_heads, inner = (
+        keys.counts(key, low=0)
+        for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+    )
+    if any(own and not kv for own, kv in zip(heads, kv_heads, strict=True)):
+        allowed = "more than 0 where there is attention: linear layers in its place are unsupported"
+        raise refusal(keys.name("attention.head_count_kv"), kv_heads, allowed)
+    config["layer_types"] = ["full_attention" if count else "mlp" for count in heads]
+    config["per_layer_config"] = {
+        str(layer): {
+            "num_key_value_heads": kv_heads[layer] or config["num_key_value_heads"],
+            "intermediate_size": inner[layer] or config["intermediate_size"],
+            "has_mlp": inner[layer] > 0,
+        }
+        for layer in range(len(heads))
+    }

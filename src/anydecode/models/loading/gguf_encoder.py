@@ -28,8 +28,8 @@ _ANSWERS = ["yes", "no"]
 
 
 def bert(keys: Keys, config: dict[str, Any]) -> None:
-    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT: files store position embeddings from that of the
-    first position on."""
+    """BERT, RoBERTa, XLM-RoBERTa and DistilBERT, whose files store position embeddings from that of
+    the first position on, and Jina's third model."""
     tensors = keys.file.tensors
     config["hidden_act"] = "gelu"
     config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.limits import MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_dense import phi3
 from anydecode.models.loading.gguf_keys import Keys
@@ -116,6 +117,100 @@ def exaone_moe(keys: Keys, config: dict[str, Any]) -> None:
     windows(keys, config)
 
 
+def hy_v3(keys: Keys, config: dict[str, Any]) -> None:
+    """Hy3."""
+    _require_sigmoid(keys)
+    _further_layers(keys, config)
+    experts(keys, config)
+    inner = keys.count("expert_feed_forward_length")
+    shared = keys.count("expert_shared_feed_forward_length", inner, low=0)
+    config["moe_intermediate_size"] = inner
+    config["n_shared_experts"] = shared // inner
+    config["mlp_only_layers"] = _dense_layers(keys, config)
+    config["first_k_dense_replace"] = 0
+    config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
+    config["norm_topk_prob"] = keys.get("expert_weights_norm", False)
+
+
+def mellum(keys: Keys, config: dict[str, Any]) -> None:
+    """Mellum 2: the scaling of rotary frequencies is that of layers with full attention."""
+    qwen3_moe(keys, config)
+    if keys.get("attention.sliding_window", None) is None:
+        return
+    windows(keys, config)
+    theta, scaling = config["rope_theta"], config["rope_scaling"]
+    config["rope_parameters"] = {
+        "full_attention": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": keys.number("rope.freq_base_swa", theta),
+        },
+    }
+
+
+def mimo2(keys: Keys, config: dict[str, Any]) -> None:
+    """MiMo-V2-Flash."""
+    kv_heads = keys.counts("attention.head_count_kv")
+    _further_layers(keys, config)
+    experts(keys, config)
+    windows(keys, config)
+    partial_rotary(keys, config)
+    types, share = config["layer_types"], config["partial_rotary_factor"]
+    config |= {
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "mlp_only_layers": _dense_layers(keys, config),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "attention_value_scale": keys.number("attention.value_scale", 1.0),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_theta": config["rope_theta"],
+                "partial_rotary_factor": share,
+            },
+            "sliding_attention": {
+                "rope_theta": keys.number("rope.freq_base_swa", config["rope_theta"]),
+                "partial_rotary_factor": share,
+            },
+        },
+    }
+    for kind, heads, sinks in (
+        ("full_attention", "num_key_value_heads", "add_full_attention_sink_bias"),
+        ("sliding_attention", "swa_num_key_value_heads", "add_swa_attention_sink_bias"),
+    ):
+        layers = [layer for layer, found in enumerate(types) if found == kind]
+        if len({kv_heads[layer] for layer in layers}) > 1:
+            allowed = f"one number in all layers of type {kind}"
+            raise refusal(keys.name("attention.head_count_kv"), kv_heads, allowed)
+        if layers:
+            config[heads] = kv_heads[layers[0]]
+            config[sinks] = f"blk.{layers[0]}.attn_sinks.weight" in keys.file.tensors
+    family = FAMILIES[config["model_type"]]
+    assert family.derived is not None
+    config |= family.derived({**family.defaults, **config})
+
+
+def _dense_layers(keys: Keys, config: dict[str, Any]) -> list[int]:
+    """The layers without a router."""
+    tensors, count = keys.file.tensors, config["num_hidden_layers"]
+    return [layer for layer in range(count) if f"blk.{layer}.ffn_gate_inp.weight" not in tensors]
+
+
+def kimi_linear(keys: Keys, config: dict[str, Any]) -> None:
+    """Kimi Linear: layers without key heads are recurrent."""
+    _require_sigmoid(keys)
+    dim = keys.count("kda.head_dim")
+    kv_heads = keys.counts("attention.head_count_kv", low=0)
+    types = ["full_attention" if heads else "linear_attention" for heads in kv_heads]
+    config |= {
+        "layer_types": types,
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": dim,
+        "linear_conv_kernel_dim": keys.count("ssm.conv_kernel"),
+    }
+    _latent(keys, config, first=types.index("full_attention") if "full_attention" in types else 0)
+    experts_beside_shared(keys, config)
+    _groups(keys, config)
+
+
 def phimoe(keys: Keys, config: dict[str, Any]) -> None:
     """Phi-3.5-MoE."""
     config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
@@ -158,6 +253,14 @@ def deepseek(keys: Keys, config: dict[str, Any]) -> None:
     _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
 
 
+def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
+    """DeepSeek-V3.2 and GLM-5."""
+    _require_sigmoid(keys)
+    _latent(keys, config)
+    _deepseek_experts(keys, config, is_sigmoid=True)
+    config["index_topk"] = keys.count("attention.indexer.top_k")
+
+
 def mistral4(keys: Keys, config: dict[str, Any]) -> None:
     """Mistral Small 4."""
     _latent(keys, config)
@@ -177,9 +280,12 @@ def minicpm3(keys: Keys, config: dict[str, Any]) -> None:
     longrope(keys, config)
 
 
-def _latent(keys: Keys, config: dict[str, Any], value_dim: int | None = None) -> None:
+def _latent(
+    keys: Keys, config: dict[str, Any], value_dim: int | None = None, first: int = 0
+) -> None:
     """Latent attention. Newer files describe it in its compressed form, and have the sizes of a
-    head under keys of their own. `value_dim` is that of files without one."""
+    head under keys of their own. `value_dim` is that of files without one, `first` the first layer
+    that has it."""
     file = keys.file
     rotary, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
     suffix = "_mla" if keys.get("attention.key_length_mla", None) is not None else ""
@@ -195,9 +301,9 @@ def _latent(keys: Keys, config: dict[str, Any], value_dim: int | None = None) ->
         "qk_nope_head_dim": length - rotary,
         "v_head_dim": value_dim or keys.count(f"attention.value_length{suffix}"),
         "num_key_value_heads": config["num_attention_heads"],
-        "has_stacked_heads": "blk.0.attn_kv_b.weight" not in file.tensors,
+        "has_stacked_heads": f"blk.{first}.attn_kv_b.weight" not in file.tensors,
     }
-    if "blk.0.attn_q_a.weight" in file.tensors:
+    if f"blk.{first}.attn_q_a.weight" in file.tensors:
         config["q_lora_rank"] = keys.count("attention.q_lora_rank")
     scaling = config["rope_scaling"]
     if scaling and keys.get("rope.scaling.yarn_log_multiplier", None) is not None:
@@ -210,7 +316,7 @@ def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> N
     _further_layers(keys, config)
     count = keys.count("expert_count", 0, high=MAX_EXPERTS, low=0)
     config["n_routed_experts"] = config["num_experts"] = count
-    if is_sigmoid:
+    if is_sigmoid and keys.architecture == "deepseek2":
         config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     if not count:
         return
@@ -221,6 +327,7 @@ def _deepseek_experts(keys: Keys, config: dict[str, Any], is_sigmoid: bool) -> N
     config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
     config["norm_topk_prob"] = keys.get("expert_weights_norm", False)
     groups, kept = _DEEPSEEK_GROUPS.get((count, is_sigmoid), (1, 1))
+    groups, kept = (1, 1) if keys.architecture == "glm-dsa" else (groups, kept)
     config["n_group"] = keys.count("expert_group_count", groups)
     config["topk_group"] = keys.count("expert_group_used_count", kept)
     if not is_sigmoid:

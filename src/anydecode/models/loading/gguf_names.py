@@ -14,7 +14,10 @@ OUTER = {
 }
 #: Modules outside the layers that have another meaning in one architecture.
 OWN_OUTER = dict.fromkeys(
-    ("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "modern-bert"),
+    (
+        *("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "modern-bert"),
+        *("jina-bert-v2", "jina-bert-v3"),
+    ),
     {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
 )
 LAYER = {
@@ -104,6 +107,8 @@ def _shared(module: str) -> dict[str, str]:
     return {"ffn_gate_inp": "mlp.gate", **parts}
 
 
+#: Latent attention and experts.
+_DEEPSEEK = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 #: Latent attention.
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -135,6 +140,7 @@ OVERRIDES = {
         "ffn_gate_inp": "mlp.router.layer",
     },
     "jina-bert-v2": _SUM_NORMS,
+    "jina-bert-v3": {**_SUM_NORMS, "attn_qkv": "self_attn.qkv_proj"},
     "modern-bert": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "olmo2": _POST_NORMS,
     "exaone4": _POST_NORMS,
@@ -209,8 +215,19 @@ OVERRIDES = {
     "minimax-m2": {"ffn_gate_inp": "mlp.gate"},
     "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
-    **dict.fromkeys(("deepseek2", "mistral4"), {**_LATENT, **_shared("shared_experts")}),
+    **dict.fromkeys(_DEEPSEEK, {**_LATENT, **_shared("shared_experts")}),
     "minicpm3": _LATENT,
+    "hy_v3": _shared("shared_experts"),
+    "mellum": {"ffn_gate_inp": "mlp.gate"},
+    "mimo2": {"ffn_gate_inp": "mlp.gate", "attn_qkv": "self_attn.qkv_proj"},
+    "kimi-linear": {
+        **_LATENT,
+        **_shared("shared_experts"),
+        **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+        **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_norm": "self_attn.o_norm",
+    },
 }
 _MLP_EXPERTS = {
     "ffn_gate": "mlp.experts.{}.gate_proj",
@@ -238,16 +255,17 @@ EXPERTS = {
     **dict.fromkeys(
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
-            *("deepseek2", "granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
+            *("granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
-            *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe", "mistral4"),
+            *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
+            *("hy_v3", "mellum", "mimo2", "kimi-linear"),
         ),
         _MLP_EXPERTS,
     ),
 }
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
-    ("deepseek2", "mistral4"),
+    (*_DEEPSEEK, "kimi-linear"),
     {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
 )
 #: Vectors whose Hugging Face names have no suffix.
@@ -278,16 +296,22 @@ OWN_VECTORS = {
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
+    "kimi-linear": {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"},
+    "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
 }
 #: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
 FLAT = (
-    *("mamba.A", "mamba.D", "mamba.norm.weight"),
+    *("mamba.A", "mamba.D", "mamba.norm.weight", "self_attn.A"),
     "mlp.gate.e_score_correction_bias",  # of ERNIE
 )
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
 UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
-WITHOUT_NEXTN = ("nemotron_h_moe", "bailingmoe2", "exaone-moe")
+WITHOUT_NEXTN = (
+    *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
+)
+#: Architectures with sparse attention, whose contexts are so short that it is attention to all.
+WITHOUT_INDEXER = ("deepseek32", "glm-dsa")
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")
@@ -296,7 +320,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
-    *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed"),
+    *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed", "deci"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (

@@ -29,6 +29,8 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _gated_delta(config)
     elif config["model_type"] == "jamba":
         yield from _jamba(config)
+    elif config["model_type"] == "kimi_linear":
+        yield from _kimi_delta(config)
     elif "time_step_rank" in config:
         sizes = (config["intermediate_size"], config["state_size"], config["conv_kernel"])
         yield from _mamba("mixer", config, sizes, config["use_conv_bias"])
@@ -123,3 +125,20 @@ def _gated_delta(config: Config) -> Iterator[Expected]:
     yield f"{name}.out_proj.weight", (hidden, num_values), True
     for vector in ("A", "dt_bias"):
         yield f"{name}.{vector}", (heads,), True
+
+
+def _kimi_delta(config: Config) -> Iterator[Expected]:
+    hidden, heads = config["hidden_size"], config["linear_num_heads"]
+    dim, name = config["linear_head_dim"], "self_attn"
+    size = heads * dim
+    for part in "qkv":
+        yield f"{name}.{part}_proj.weight", (size, hidden), True
+        yield f"{name}.{part}_conv1d.weight", (size, 1, config["linear_conv_kernel_dim"]), True
+    for part in "fg":
+        yield f"{name}.{part}_a_proj.weight", (dim, hidden), True
+        yield f"{name}.{part}_b_proj.weight", (size, dim), True
+    yield f"{name}.b_proj.weight", (heads, hidden), True
+    yield f"{name}.o_norm.weight", (dim,), True
+    yield f"{name}.o_proj.weight", (hidden, size), True
+    yield f"{name}.A", (heads,), True
+    yield f"{name}.dt_bias", (size,), True

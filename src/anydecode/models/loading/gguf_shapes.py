@@ -90,6 +90,11 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             vectors = {name: size for name, size in vectors.items() if "self_attn" not in name}
         if family.has_single_sublayers and kind not in (MLP, MOE):
             mlp = {}
+        if family.has_missing_sublayers and kind == MLP:
+            del vectors["input_layernorm"]
+        if not own.get("has_mlp", True):
+            mlp = {}
+            del vectors["post_attention_layernorm"]
         for module, shape in {**matrices, **mlp}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
@@ -101,7 +106,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             yield f"{name}.weight", (size,), True
             if family.has_norm_bias:
                 yield f"{name}.bias", (size,), True
-        if family.has_sinks:
+        if family.has_sinks and own.get("has_sinks", True):
             yield f"{start}self_attn.sinks", (config["num_attention_heads"],), True
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
         has_selection_bias = has_selection_bias and config.get("use_expert_bias", True)
@@ -151,8 +156,12 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     if family.has_latent_attention:
         return _latent_shapes(config)
     hidden, head = config["hidden_size"], config["head_dim"]
+    value = head if family.value_size is None else config[family.value_size]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    matrices: dict[str, Shape] = {"self_attn.o_proj": (hidden, q)}
+    size = config["num_key_value_heads"] * value
+    matrices: dict[str, Shape] = {
+        "self_attn.o_proj": (hidden, config["num_attention_heads"] * value)
+    }
     overrides, gate, fused = (
         OVERRIDES.get(architecture, {}),
         "self_attn.gate_proj",
@@ -163,9 +172,9 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     elif family.has_attention_gate:
         q *= 2
     if overrides.get("attn_qkv") == fused:
-        matrices[fused] = (q + 2 * kv, hidden)
+        matrices[fused] = (q + kv + size, hidden)
     else:
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+        for part, rows in (("q", q), ("k", kv), ("v", size)):
             matrices[f"self_attn.{part}_proj"] = (rows, hidden)
     if family.qk_norm in (None, "plain") or not config.get("use_qk_norm", True):
         return matrices, {}

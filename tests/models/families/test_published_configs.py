@@ -1,0 +1,181 @@
+"""Families whose published configs and files differ from those of `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.errors import CheckpointError
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families import spec_from_config
+from parity_cases import parity_module
+from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
+
+PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 5, 17]
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "hidden_act"),
+    *("moe_intermediate_size", "num_experts_per_tok", "tie_word_embeddings", "head_dim"),
+)
+
+
+def saved(model: Any, folder: Path, config: dict[str, Any]) -> Checkpoint:
+    """The model with the names of its published files, which saved ones have, and sizes of its
+    config beside `config`."""
+    from safetensors.numpy import load_file
+
+    model.save_pretrained(folder)
+    stored = checkpoint_of(model)
+    sizes = {key: stored.config[key] for key in _SIZES if key in stored.config}
+    stored.tensors = load_file(folder / "model.safetensors")
+    stored.config = {**sizes, "architectures": [type(model).__name__], **config}
+    return stored
+
+
+def model_of(case: str) -> Any:
+    family, settings = parity_module("test_parity").CASES[case]
+    return hf_model(family, **settings)
+
+
+def check(model: Any, stored: Checkpoint) -> None:
+    found = logits(built(stored), chain(PROMPT))
+    assert np.abs(found - hf_logits(model, PROMPT)).max() < 1e-4
+
+
+MIMO_V2 = {
+    "model_type": "mimo_v2_flash",
+    "hybrid_layer_pattern": [0, 1, 0, 1],
+    "moe_layer_freq": [0, 1, 1, 1],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 20,
+    "swa_v_head_dim": 12,
+    "v_head_dim": 12,
+    "rope_theta": 5e4,
+    "swa_rope_theta": 500.0,
+    "partial_rotary_factor": 0.45,
+    "sliding_window": 5,
+    "sliding_window_size": 5,
+    "layernorm_epsilon": 1e-5,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "attention_value_scale": 0.707,
+    "n_routed_experts": 6,
+    "n_shared_experts": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+def test_mimo_v2(tmp_path: Path) -> None:
+    """The window of a config does not count the row itself."""
+    model = model_of("mimo v2")
+    stored = saved(model, tmp_path, MIMO_V2)
+    assert any(name.endswith("self_attn.attention_sink_bias") for name in stored.tensors)
+    check(model, stored)
+
+
+def test_values_of_fewer_numbers_than_keys_have_their_own_size() -> None:
+    spec = spec_from_config(checkpoint_of(model_of("mimo v2")).config)
+    shapes = [(one.num_kv_heads, one.head_dim, one.value_dim) for one in spec.cache_shapes if one]
+    assert shapes == [(1, 20, 12), (2, 20, 12)] * 2
+    assert [layer.has_sinks for layer in spec.layers] == [False, True] * 2
+
+
+def test_kimi_linear(tmp_path: Path) -> None:
+    """Layers are counted from 1, and each of queries, keys and values has its convolution."""
+    model = model_of("kimi linear")
+    config = {
+        "model_type": "kimi_linear",
+        "linear_attn_config": {
+            "full_attn_layers": [5],
+            "kda_layers": [1, 2, 3, 4],
+            "head_dim": 12,
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 256,
+        "max_position_embeddings": None,
+        "mla_use_nope": True,
+        "kv_lora_rank": 20,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "num_experts_per_tok": None,
+        "num_shared_experts": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "rms_norm_eps": 1e-2,
+        "num_nextn_predict_layers": 0,
+    }
+    stored = saved(model, tmp_path, config)
+    assert any(name.endswith("self_attn.q_conv1d.weight") for name in stored.tensors)
+    assert any(name.endswith("block_sparse_moe.experts.0.w1.weight") for name in stored.tensors)
+    check(model, stored)
+    stored.config["mla_use_nope"] = False
+    with pytest.raises(CheckpointError, match="mla_use_nope is False; allowed is true"):
+        built(stored)
+
+
+def test_minimax_text_01(tmp_path: Path) -> None:
+    model = model_of("minimax")
+    config = {
+        "model_type": "minimax_text_01",
+        "architectures": ["MiniMaxText01ForCausalLM"],
+        "attn_type_list": [0, 0, 1, 0],
+        "layernorm_linear_attention_alpha": 1.7,
+        "layernorm_linear_attention_beta": 0.8,
+        "layernorm_full_attention_alpha": 1.3,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_mlp_alpha": 1.6,
+        "layernorm_mlp_beta": 0.7,
+        "postnorm": True,
+        "rotary_dim": 12,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 0,
+    }
+    stored = saved(model, tmp_path, config)
+    assert any("block_sparse_moe" in name for name in stored.tensors)
+    check(model, stored)
+    for key, value in (("postnorm", False), ("shared_intermediate_size", 64)):
+        changed = {**stored.config, key: value}
+        with pytest.raises(CheckpointError, match=f"{key} is {value}; allowed is") as caught:
+            spec_from_config(changed)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["deepseek v3.2", "glm moe dsa"])
+def test_sparse_attention_limits_the_context(case: str) -> None:
+    """A row of more positions than the indexer selects would have to attend to some of them."""
+    config = checkpoint_of(model_of(case)).config
+    assert spec_from_config(config).max_positions == 128
+    assert spec_from_config(config, max_positions=100).max_positions == 100
+    with pytest.raises(CheckpointError, match="max_positions is 129; allowed is 128 at most"):
+        spec_from_config(config, max_positions=129)
+
+
+def test_beyond_its_selection_the_original_attends_to_less() -> None:
+    """Why contexts are limited: with a smaller selection, its logits are others."""
+    family, settings = parity_module("test_parity").CASES["deepseek v3.2"]
+    model = hf_model(family, **{**settings, "index_topk": 4})
+    stored = checkpoint_of(model, index_topk=128)
+    found, expected = logits(built(stored), chain(PROMPT)), hf_logits(model, PROMPT)
+    assert np.abs(found[:4] - expected[:4]).max() < 1e-4
+    assert np.abs(found[5:] - expected[5:]).max() > 1e-3
