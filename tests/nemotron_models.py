@@ -15,12 +15,15 @@ from anydecode.models.checkpoint import Checkpoint
 
 HEADS, HEAD, HIDDEN, LAYERS, VOCAB = 4, 12, 48, 4, 131
 #: Query heads per key head (None: no attention), and the factor of the MLP's size (None: no MLP).
-BLOCKS: list[tuple[int | None, float | None]] = [(2, 8.0), (None, 16.0), (4, None), (1, 7.9)]
-#: Two thirds of the factor times the hidden size, up to a multiple of 256.
-INNER = [256, 512, 0, 256]
+Blocks = list[tuple[int | None, float | None]]
+BLOCKS: Blocks = [(2, 8.0), (None, 16.0), (4, None), (1, 7.9)]
+#: Two thirds of a factor times the hidden size, up to a multiple of 256.
+INNER = {8.0: 256, 16.0: 512, 7.9: 256, None: 0}
 
 
-def nemotron_config(vocab_size: int = VOCAB, **changes: Any) -> dict[str, Any]:
+def nemotron_config(
+    vocab_size: int = VOCAB, layers: Blocks = BLOCKS, **changes: Any
+) -> dict[str, Any]:
     """A config with the keys of the published ones."""
     blocks = [
         {
@@ -31,7 +34,7 @@ def nemotron_config(vocab_size: int = VOCAB, **changes: Any) -> dict[str, Any]:
             },
             "ffn": {"ffn_mult": factor, "no_op": factor is None, "replace_with_linear": False},
         }
-        for group, factor in BLOCKS
+        for group, factor in layers
     ]
     return {
         "model_type": "nemotron-nas",
@@ -56,7 +59,9 @@ def nemotron_config(vocab_size: int = VOCAB, **changes: Any) -> dict[str, Any]:
     }
 
 
-def nemotron_checkpoint(seed: int = 0, vocab_size: int = VOCAB, **changes: Any) -> Checkpoint:
+def nemotron_checkpoint(
+    seed: int = 0, vocab_size: int = VOCAB, layers: Blocks = BLOCKS
+) -> Checkpoint:
     """A random model."""
     random, tensors = np.random.default_rng(seed), {}
 
@@ -71,8 +76,8 @@ def nemotron_checkpoint(seed: int = 0, vocab_size: int = VOCAB, **changes: Any) 
     matrix("model.embed_tokens", vocab_size, HIDDEN)
     matrix("lm_head", vocab_size, HIDDEN)
     norm("model.norm")
-    for layer, ((group, _), inner) in enumerate(zip(BLOCKS, INNER, strict=True)):
-        name = f"model.layers.{layer}"
+    for layer, (group, factor) in enumerate(layers):
+        name, inner = f"model.layers.{layer}", INNER[factor]
         if group is not None:
             norm(f"{name}.input_layernorm")
             for part, heads in (("q", HEADS), ("k", HEADS // group), ("v", HEADS // group)):
@@ -83,14 +88,14 @@ def nemotron_checkpoint(seed: int = 0, vocab_size: int = VOCAB, **changes: Any) 
             for part in ("gate", "up"):
                 matrix(f"{name}.mlp.{part}_proj", inner, HIDDEN)
             matrix(f"{name}.mlp.down_proj", HIDDEN, inner)
-    return Checkpoint("tiny", Path("tiny"), nemotron_config(vocab_size, **changes), tensors)
+    return Checkpoint("tiny", Path("tiny"), nemotron_config(vocab_size, layers), tensors)
 
 
 def as_llama(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """The tensors of a Llama with as many key heads as query heads and MLPs of the largest size."""
-    largest, found = max(INNER), dict(checkpoint.tensors)
-    for layer, ((group, _), inner) in enumerate(zip(BLOCKS, INNER, strict=True)):
-        name = f"model.layers.{layer}"
+    largest, found = max(INNER.values()), dict(checkpoint.tensors)
+    for layer, (group, factor) in enumerate(BLOCKS):
+        name, inner = f"model.layers.{layer}", INNER[factor]
         for part in "kv":
             key = f"{name}.self_attn.{part}_proj.weight"
             heads = found.get(key, np.zeros((HEADS * HEAD, HIDDEN), np.float32))

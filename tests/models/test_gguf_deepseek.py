@@ -76,8 +76,20 @@ CASES["minicpm3"] = (
     },
     False,
 )
-INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32}
-CASES["deepseek32"] = ("DeepseekV32", {**SETTINGS, **INDEXER}, True)
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 128}
+CASES["deepseek32"] = (
+    "DeepseekV32",
+    {
+        **SETTINGS,
+        **INDEXER,
+        "rope_parameters": {
+            **SETTINGS["rope_parameters"],
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    True,
+)
 CASES["glm-dsa"] = (
     "GlmMoeDsa",
     {
@@ -224,6 +236,8 @@ def write(path: Path, case: str, packed: str | None = None, **changes: Any) -> t
     if family == "Mistral4":
         metadata |= {"attention.temperature_scale": 0.3, "attention.temperature_length": 16}
         metadata |= {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1}
+    if architecture == "deepseek32":
+        metadata["rope.scaling.yarn_log_multiplier"] = 0.1
     if architecture == "glm-dsa":
         metadata = {key: x for key, x in metadata.items() if not key.startswith("rope.scaling")}
     if architecture in ("deepseek32", "glm-dsa"):

@@ -389,7 +389,8 @@ def write(
         elif rest == "self_attn.sinks":
             add(f"blk.{layer}.attn_sinks.weight", tensor)
         elif rest.endswith(("e_score_correction_bias", "expert_bias")):
-            add(f"blk.{layer}.exp_probs_b.bias", tensor)
+            leaf = "" if architecture == "hy_v3" else ".bias"
+            add(f"blk.{layer}.exp_probs_b{leaf}", tensor)
         else:
             module, leaf = rest.rsplit(".", 1)
             if architecture == "llama" and module[-6:] in ("q_proj", "k_proj"):
@@ -468,7 +469,7 @@ def test_a_layer_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
         ("dots1", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("minimax-m2", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
         ("hunyuan-moe", "blk.1.ffn_up_shexp.weight", "shared_mlp.up_proj.weight"),
-        ("hy_v3", "blk.1.exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+        ("hy_v3", "blk.1.exp_probs_b", "mlp.gate.e_score_correction_bias"),
         ("mimo2", "blk.2.attn_sinks.weight", "self_attn.sinks"),
         ("mimo2", "blk.1.attn_v.weight", "self_attn.v_proj.weight"),
     ],

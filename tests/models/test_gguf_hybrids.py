@@ -198,6 +198,7 @@ KIMI_LINEAR: dict[str, Any] = {
 }
 KIMI_METADATA: dict[str, Any] = {
     **EXPERTS,
+    "context_length": 256,
     "expert_feed_forward_length": 24,
     "expert_shared_count": 1,
     "expert_gating_func": 2,
@@ -519,13 +520,14 @@ NOT_OF_LLAMA_CPP = {"mamba2 odd": "it requires a bias of the convolution"}
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])
 def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    if case.family.startswith("Qwen"):
+    has_delta_rule = case.family.startswith(("Qwen", "Kimi"))
+    if has_delta_rule:
         # Where it divides keys and queries by their norms, it has the eps of the model's norms.
         case = replace(case, settings={**case.settings, "rms_norm_eps": 1e-6})
     path = converted(original(case), case, tmp_path / "tiny.gguf")
     expected = llama_cpp_logits(path, TOKENS)
     found = logits(built(load_checkpoint(path)), chain(TOKENS))
-    assert np.abs(found - expected).max() < (5e-4 if case.family.startswith("Qwen") else 1e-4)
+    assert np.abs(found - expected).max() < (5e-4 if has_delta_rule else 1e-4)
 
 
 @pytest.mark.parametrize(

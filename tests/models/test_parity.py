@@ -142,10 +142,10 @@ MIMO_V2: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "rope_parameters": {
         "full_attention": {
-            "rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.45,
+            "rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.4,
         },
         "sliding_attention": {
-            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.45,
+            "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4,
         },
     },
 }  # fmt: skip
@@ -181,9 +181,10 @@ DEEPSEEK_V32: dict[str, Any] = {
     "index_n_heads": 2,
     "index_head_dim": 16,
 }
+#: The first layer has full attention: `transformers` counts cached positions by it.
 MINIMAX: dict[str, Any] = {
     "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
     "head_dim": 12,
     "num_local_experts": 5,
     "num_experts_per_tok": 2,

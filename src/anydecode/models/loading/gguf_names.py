@@ -218,8 +218,7 @@ OVERRIDES = {
     **dict.fromkeys(_DEEPSEEK, {**_LATENT, **_shared("shared_experts")}),
     "minicpm3": _LATENT,
     "hy_v3": _shared("shared_experts"),
-    "mellum": {"ffn_gate_inp": "mlp.gate"},
-    "mimo2": {"ffn_gate_inp": "mlp.gate", "attn_qkv": "self_attn.qkv_proj"},
+    **dict.fromkeys(("mellum", "mimo2"), {"ffn_gate_inp": "mlp.gate"}),
     "kimi-linear": {
         **_LATENT,
         **_shared("shared_experts"),
