@@ -185,12 +185,12 @@ class ReferenceBackend(Backend):
         slots = bound.rows.slots[bound.index]
         stored = np.flatnonzero(slots >= 0)
         target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
-        heads = (len(stored), shape.num_kv_heads, -1)
+        heads = (len(stored), shape.num_kv_heads)
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
-        keys[target] = _encode(format, k[stored_rows].view(heads))
+        keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
         if v is not None:
-            encoded = _encode(format, v[stored_rows].view(heads))
+            encoded = _encode(format, v[stored_rows].view(*heads, shape.value_dim))
             values[target, :, : encoded.shape[-1]] = encoded
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
