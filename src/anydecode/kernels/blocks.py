@@ -58,8 +58,8 @@ class BlockBackend(ReferenceBackend):
         biases: Biases | None = None,
     ) -> torch.Tensor:
         is_windowed = shape.window is not None and shape.window < self._length
-        others = (shape.softcap, shape.chunk, shape.slopes, sinks, biases)
-        others = (*others, shape.latent_dim, shape.value_size)
+        limits = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, shape.value_size)
+        others = (*limits, sinks, biases)
         if is_windowed or v is None or any(other is not None for other in others):
             raise UnsupportedCombinationError(
                 "layers with windows, soft caps, chunks, biases by distance, sinks, smaller values"

@@ -218,7 +218,9 @@ class ReferenceBackend(Backend):
             index = torch.from_numpy(group).to(self.device)
             if isinstance(biases, RelativePositions):
                 key = _decode(format, keys[table.clamp(min=0)], shape.head_dim)
-                added = self._relative(shape, biases, q[index], key, bound.positions[index])
+                added: torch.Tensor | None = self._relative(
+                    shape, biases, q[index], key, bound.positions[index]
+                )
             else:
                 added = self._biases(shape, biases, bound.positions[index], visible.width)
             out[index] = _attend(q[index], keys, values, format, table, shape, added, sink_scores)

@@ -1360,9 +1360,9 @@ def _check_attention(
         raise CheckpointError(f"{prefix}only one of the spec and the weights is disentangled")
     if layer.relative_positions is not None:
         positions = layer.relative_positions
-        for vectors in (positions.keys, positions.queries):
-            count = shape.num_heads * positions.keys.shape[1] * dim
-            _check_vector(f"{prefix}relative positions", vectors.ravel(), count)
+        count = shape.num_heads * positions.keys.shape[1] * dim
+        for stack in (positions.keys, positions.queries):
+            _check_vector(f"{prefix}relative positions", stack.ravel(), count)
     if (layer.attention_gate is not None) != spec.has_attention_gate:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:

@@ -650,8 +650,8 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise ConfigError(f"{prefix}biases by distance need attention without linear biases")
     if layer.has_relative_positions:
         shape = layer.attention
-        is_plain = shape is not None and shape.slopes is None and not layer.bias_reach
-        if not is_plain or layer.latent is not None or shape.num_heads != shape.num_kv_heads:
+        has_others = layer.bias_reach or layer.latent is not None
+        if has_others or shape is None or shape.slopes or shape.num_heads != shape.num_kv_heads:
             raise ConfigError(
                 f"{prefix}disentangled attention needs a key for each head, and no other biases"
             )

@@ -361,8 +361,8 @@ class _LayerReader:
         if factor is not None and layer.value is not None:
             layer.value.scale = factor
         if self._spec.has_sinks:
-            names = [f"{self._name}.self_attn.{one}" for one in ("sinks", "attention_sink_bias")]
-            name = next(filter(self._reader.has, names), names[0])
+            options = [f"{self._name}.self_attn.{one}" for one in ("sinks", "attention_sink_bias")]
+            name = next(filter(self._reader.has, options), options[0])
             layer.sinks = self._reader.vector(name, shape.num_heads)
         if self._spec.qk_norm == "heads":
             names = ("self_attn.q_norm", "self_attn.k_norm")

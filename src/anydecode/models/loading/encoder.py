@@ -395,10 +395,10 @@ def to_hf_layout(
     if layout is _DEBERTA:
         _check_disentangled(config)
     if layout in (_DEBERTA, _ELECTRA):
-        size, default = config.get("hidden_size"), 128 if layout is _ELECTRA else None
-        if config.get("embedding_size", default) not in (None, size):
-            found = config.get("embedding_size", default)
-            raise refusal("embedding_size", found, f"{size}, the hidden size")
+        size = config.get("hidden_size")
+        width = config.get("embedding_size", 128 if layout is _ELECTRA else None)
+        if width not in (None, size):
+            raise refusal("embedding_size", width, f"{size}, the hidden size")
     if layout is _NOMIC_MOE:
         every = int_value(config, "moe_every_n_layers")
         layers = range(int_value(usual, "num_hidden_layers", 12, high=MAX_LAYERS))
