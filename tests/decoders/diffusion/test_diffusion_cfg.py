@@ -271,6 +271,17 @@ def test_texts_are_valid_with_stop_tokens_and_another_mask_token() -> None:
             llm.generate([[1]], decoder=f"diffusion-cfg:mask={ord('b')}", **asked)
 
 
+def test_a_grammar_with_white_space_that_could_go_on_forever_is_read() -> None:
+    """`Grammar` tells llguidance not to force tokens there, which is no rule of the grammar."""
+    words = Grammar(
+        'start: "do" /[ ]+/ NAME /[ ]+/ "at" /[ ]+/ NAME\nNAME: /[a-z]+/\n%ignore /[ \\n]+/'
+    )
+    assert "no_forcing" in words.guidance()
+    with open_llm() as llm:
+        found = llm.generate([1, 2], decoder="diffusion-cfg", constraint=words, max_tokens=14)
+    assert re.fullmatch(r"\s*do +\s*[a-z]+ +\s*at +\s*[a-z]+\s*", found.text)
+
+
 def infilled(llm: LLM, parts: list[str | int], begun: str = "", **options: Any) -> Any:
     tokenizer = llm.tokenizer
     tokens = list(tokenizer.encode("json name Ada age 31:"))

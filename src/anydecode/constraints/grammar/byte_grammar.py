@@ -41,6 +41,10 @@ _TOKEN_PATTERN = re.compile(
     |(?P<sign>->|\.\.|[:|()\[\]?*+~.,{}%])""",
     re.VERBOSE,
 )
+#: llguidance's options, which change no text: `Grammar` may add one that forces no tokens.
+_OPTIONS = re.compile(
+    r'^%llguidance\s*\{\s*("no_forcing"\s*:\s*(true|false)\s*)?\}[ \t]*$', re.MULTILINE
+)
 _TOO_LARGE = "the grammar is too large: make its repetitions smaller or its rules fewer"
 #: Maximum number of NFA states summed over the DFA states of a rule: time and memory of the subset
 #: construction are proportional to it.
@@ -603,7 +607,7 @@ def _read_grammar(description: str) -> ByteGrammar:
                 "diffusion-cfg supports grammars, regular expressions and choices only"
             )
         text = grammars[0]["lark_grammar"]
-    text = re.sub(r"^%llguidance\s*\{\s*\}[ \t]*$", "", text, flags=re.MULTILINE)
+    text = _OPTIONS.sub("", text)
     return grammar_of(lambda: Rules(text).expanded())
 
 

@@ -263,6 +263,9 @@ def diffusion_cfg(
     """Denoises under a constraint; the request needs `constraint=` JsonSchema, Grammar,
     Regex or Choice.
 
+    There is no lexer: where white space must be between two words, the grammar says so
+    (`"FROM" /[ ]+/ NAME`), as ignored text may be empty.
+
     Args:
         block: Positions per block (0: the whole canvas; default: up to 32).
         remasking: The ranking: "confidence", "random", "margin", "entropy" or "leftmost".
