@@ -116,6 +116,91 @@ def test_chains_in_one_pass_equal_single_steps(
     assert lengths == {5} if min_probability == 0 else len(lengths) > 1
 
 
+class ChainsByPlace(ChainReader):
+    """The same for several texts: their chains by text and position."""
+
+    def __init__(self, size: int, min_probability: float) -> None:
+        super().__init__(size, min_probability)
+        self.by_place: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
+
+    def decode(self, sequence: Sequence) -> Decoding:
+        while not sequence.finished:
+            scores = yield sequence.score()
+            sequence.emit([scores.sampled[-1]])
+            if sequence.finished or not sequence.can_draft():
+                continue
+            sequence.align(DRAFT)
+            chances: list[float] = []
+            size = self.size - len(sequence.tokens) % 3  # drafts of a pass have other limits
+            chain = yield from draft_chain(
+                sequence,
+                [],
+                size,
+                probabilities=chances,
+                min_probability=self.min_probability,
+            )
+            self.by_place[tuple(sequence.all_tokens)] = chain, chances
+
+
+TEXTS = ["the quick brown", "zq", "a b c", "hello there, how", "x"]
+
+
+def chains_by_place(
+    name: str, temperature: float, min_probability: float
+) -> dict[tuple[int, ...], tuple[list[int], list[float]]]:
+    with DRAFTERS[name]() as llm:
+        reader = ChainsByPlace(6, min_probability)
+        options: dict[str, Any] = {"temperature": temperature, "seed": 7, "ignore_eos": True}
+        drafted = llm.generate(TEXTS, decoder=reader, max_tokens=20, **options)
+        plain = llm.generate(TEXTS, decoder="autoregressive", max_tokens=20, **options)
+        llm.engine.check_integrity()
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert len(reader.by_place) > 80
+    return reader.by_place
+
+
+@pytest.mark.parametrize("min_probability", [0.0, 0.02])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_chains_of_several_texts_in_one_pass_equal_single_steps(
+    name: str, temperature: float, min_probability: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count_calls(monkeypatch)
+    found = chains_by_place(name, temperature, min_probability)
+    is_multi_step = name != "EAGLE-3, normed states"  # whose states the kernels do not norm
+    assert (sum(one > 1 for one in steps) > 10) == is_multi_step
+    steps.clear()
+    monkeypatch.setattr(ModelRunner, "_allow_multi_step", lambda self, plan: None)
+    expected = chains_by_place(name, temperature, min_probability)
+    assert max(steps) == 1
+    assert found.keys() == expected.keys()
+    for place, (chain, chances) in expected.items():
+        assert found[place][0] == chain
+        assert np.allclose(found[place][1], chances, rtol=1e-4)
+    lengths = {len(chain) for chain, _ in found.values()}
+    assert lengths == {4, 5, 6} if min_probability == 0 else min(lengths) < 4
+
+
+def test_steps_of_the_wrong_text_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that have ended must not leave their rows to others."""
+    call = NativeExecutor._call
+
+    def shuffled(self: NativeExecutor, *given: Any) -> None:
+        call(self, *given)
+        count, num_steps = (given[4], given[5]) if len(given) > 5 else (1, 1)
+        if count > 1 and num_steps > 1:
+            tokens = self._multi_step_tokens[: count * num_steps].reshape(count, num_steps)
+            tokens[:] = np.roll(tokens, 1, axis=0)
+
+    single = pytest.MonkeyPatch()
+    single.setattr(ModelRunner, "_allow_multi_step", lambda self, plan: None)
+    expected = chains_by_place("EAGLE", 0.0, 0.0)
+    single.undo()
+    monkeypatch.setattr(NativeExecutor, "_call", shuffled)
+    found = chains_by_place("EAGLE", 0.0, 0.0)
+    assert any(found[place][0] != expected[place][0] for place in expected)
+
+
 def test_steps_without_the_states_of_the_step_before_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -38,7 +38,7 @@ def has_layer_ranges(plan: Plan, model: Model) -> bool:
     step, and the hidden states are all that goes from layer to layer."""
     rows, spec = plan.rows, model.spec
     return (
-        plan.multi_step is None
+        not plan.multi_step
         and rows.variant is None
         and spec.starts_at_any_layer
         and not spec.recurrences

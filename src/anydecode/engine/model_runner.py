@@ -19,7 +19,14 @@ from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule, ScheduledSpan, ThreadCost
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
-from anydecode.kernels.interface import Array, Output, OutputSpec, Rows, SampleSpec
+from anydecode.kernels.interface import (
+    MAX_SEQUENCES,
+    Array,
+    Output,
+    OutputSpec,
+    Rows,
+    SampleSpec,
+)
 from anydecode.memory.layer_load import LayerLoad
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import PrefixCache
@@ -181,12 +188,13 @@ class ModelRunner:
         has_adapters = network is None or bool(network.adapters)
         spec = self.model.spec
         builder = _Builder(scheduled, spec.hidden_size, spec.vocab_size, has_adapters)
+        is_joint = are_drafts(scheduled)
         for item in scheduled:
             request, span, count = item
             if id(request) in deferred or request not in self.waiting:
                 continue
-            if len(scheduled) > 1 and isinstance(span, MultiStepSpan):
-                span.extra_tokens = 0  # multi-step passes have a single row, so reserve no more
+            if not is_joint and len(scheduled) > 1 and isinstance(span, MultiStepSpan):
+                span.extra_tokens = 0  # no further steps, so reserve no more
             if not self._reserve(request, span, count, make_room, planned):
                 deferred.add(id(request))
                 continue
@@ -201,10 +209,14 @@ class ModelRunner:
         return builder
 
     def _allow_multi_step(self, plan: Plan) -> None:
-        """Allow further steps if the pass has a single span, within `MAX_MULTI_STEP_SECONDS`.
-        Prompts have more than one row, so the first token is not delayed, but for drafts."""
+        """Allow further steps if the pass has a single span, within `MAX_MULTI_STEP_SECONDS`, or
+        drafts for several sequences. Prompts have more than one row, so the first token is not
+        delayed, but for drafts."""
         span, spec = plan.scheduled[0][1], plan.output_spec
-        if len(plan.scheduled) > 1 or not isinstance(span, MultiStepSpan) or not spec.samples:
+        if len(plan.scheduled) > 1:
+            self._allow_joint_drafts(plan)
+            return
+        if not isinstance(span, MultiStepSpan) or not spec.samples:
             return
         is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
         if not is_draft:
@@ -214,7 +226,7 @@ class ModelRunner:
             else:
                 span.drafts.max_passes = min(max_passes, num_steps, span.drafts.max_passes)
         if num_steps > 1 and (is_draft or len(plan.rows) == 1):
-            plan.multi_step = span
+            plan.multi_step = [span]
             spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
             spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
             spec.drafts = span.drafts
@@ -222,6 +234,20 @@ class ModelRunner:
             if spec.drafts is not None:  # its passes return the states that a drafter reads
                 plan.states.clear()
                 spec.hidden.clear()
+
+    def _allow_joint_drafts(self, plan: Plan) -> None:
+        """The same for the drafts of several sequences."""
+        spec, spans = plan.output_spec, list[MultiStepSpan]()
+        for _, span, _ in plan.scheduled:
+            if isinstance(span, MultiStepSpan) and span.reserved:
+                spans.append(span)
+        if not len(plan.scheduled) == len(spans) == len(spec.samples) == len(spec.logits):
+            return
+        plan.multi_step = spans
+        spec.step_limits = [1 + span.reserved for span in spans]
+        spec.num_steps, spec.probabilities = max(spec.step_limits), True
+        spec.min_probabilities = [span.min_probability or 0.0 for span in spans]
+        spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
 
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
@@ -282,14 +308,19 @@ class ModelRunner:
     def commit(self, plan: Plan, output: Output) -> list[tuple[ScoreRequest, Scores]]:
         """Update the caches after a pass and return the requests that are now complete, with their
         scores."""
-        if plan.multi_step is not None:
-            plan.multi_step.multi_step_tokens = output.sampled
-            plan.multi_step.probabilities = output.probabilities
+        if plan.multi_step:
+            several = bool(plan.output_spec.step_limits)
+            steps = output.steps if several else [output.sampled]
+            chances = output.step_probabilities if several else [output.probabilities]
+            for one, tokens in zip(plan.multi_step, steps, strict=False):
+                one.multi_step_tokens = tokens
+            for one, probabilities in zip(plan.multi_step, chances, strict=False):
+                one.probabilities = probabilities
             drafts = plan.output_spec.drafts
             rows = drafts.rows if drafts is not None else []
             plan.num_passes = output.num_passes
             plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
-        if plan.num_rows == plan.num_passes or plan.multi_step is not None:
+        if plan.num_rows == plan.num_passes or plan.multi_step:
             self._seconds_per_step = plan.seconds / plan.num_passes
         self.main.num_passes += plan.num_passes
         self.main.num_rows += plan.num_rows
@@ -425,6 +456,19 @@ class ModelRunner:
 
 def _concat(rows: list[Array]) -> Array:
     return rows[0] if len(rows) == 1 else np.concatenate([to_host(part) for part in rows])
+
+
+def are_drafts(scheduled: list[ScheduledSpan]) -> bool:
+    """Whether the spans are drafts for several sequences, which the backend may go on with."""
+    if not 1 < len(scheduled) <= MAX_SEQUENCES:
+        return False
+    for request, span, count in scheduled:
+        if not isinstance(span, MultiStepSpan) or span.min_probability is None:
+            return False
+        is_plain = span.variant is None and not span.is_partial and request.groups == [[span]]
+        if not span.extra_tokens or count != span.remaining or not is_plain:
+            return False
+    return True
 
 
 class _Builder:

@@ -28,9 +28,9 @@ class Plan:
         states: `states[i]`: the first row of span i whose states are captured for a drafter, and
             the rows of its states in the hidden states of each layer.
         seconds: Duration of the pass, set after it.
-        multi_step: The span with which the backend may run further steps, or None.
+        multi_step: The spans with which the backend may run further steps.
         num_passes: Number of steps that the backend has run.
-        num_further_rows: Rows of all steps but the first.
+        num_further_rows: Rows of all steps but the first, of each of these spans.
         arrivals: Called between two ranges of layers; returns the sequences that were submitted
             since the pass began.
         is_alone: Whether no other pass runs, so that this one may use all threads.
@@ -45,7 +45,7 @@ class Plan:
     captured: dict[int, dict[int, slice]]
     states: dict[int, tuple[int, list[slice]]] = field(default_factory=dict)
     seconds: float = 0.0
-    multi_step: MultiStepSpan | None = None
+    multi_step: list[MultiStepSpan] = field(default_factory=list)
     num_passes: int = 1
     num_further_rows: int = 0
     arrivals: Callable[[], Collection[Sequence]] = tuple
@@ -55,7 +55,7 @@ class Plan:
     @property
     def num_rows(self) -> int:
         """Number of rows computed, including those of further steps."""
-        return len(self.rows) + self.num_further_rows
+        return len(self.rows) + self.num_further_rows * max(1, len(self.multi_step))
 
     def remove(self, requests: Collection[ScoreRequest]) -> np.ndarray:
         """Remove the rows of `requests` from the pass; their spans go to `left`.

@@ -541,6 +541,8 @@ class CopyText(NamedTuple):
     chances: np.ndarray
 
 
+#: Maximum number of sequences that a multi-step pass drafts for.
+MAX_SEQUENCES = 64
 #: Limits of drafts in bursts: tokens per pass, the longest match with a probability of its own, and
 #: classes of the probabilities that a drafter gives its tokens, of equal width.
 MAX_BURST_DRAFTS, MAX_MATCH, NUM_BINS = 32, 64, 10
@@ -653,6 +655,11 @@ class OutputSpec:
     the tokens' probabilities is below `min_probability`, or until the one element of `interrupt`,
     which other threads may set meanwhile, is not 0. With `probabilities`, these (at temperature 1)
     are returned. With `drafts`, a pass over a single row may have drafts in each step.
+
+    With `step_limits` there are several samples, at most `MAX_SEQUENCES`, of the last rows of as
+    many sequences, which are drafted for together. `step_limits[i]`, up to `num_steps`, is the most
+    tokens of draft i, and `min_probabilities[i]` its bound. Each further pass has the drafts that
+    have not ended.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -664,6 +671,8 @@ class OutputSpec:
     min_probability: float = 0.0
     drafts: BurstDrafts | None = None
     interrupt: np.ndarray | None = None  # int32 [1]
+    step_limits: list[int] = field(default_factory=list)
+    min_probabilities: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -676,7 +685,9 @@ class Output:
     sample. After several steps it has all sampled tokens in order, up to one that the sampler is to
     decide, and `logits` are those of the last one, or of that one if it is the first;
     `probabilities` has one entry per token if `OutputSpec.probabilities` is set. `num_passes` is
-    the number of passes of all steps, with one whose sample is left to the sampler.
+    the number of passes of all steps, with one whose sample is left to the sampler. With
+    `OutputSpec.step_limits`, `steps[i]` has the tokens of draft i and `step_probabilities[i]` their
+    probabilities; both are empty where the backend has run one pass.
     """
 
     logits: Array
@@ -684,6 +695,8 @@ class Output:
     sampled: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
     num_passes: int = 1
+    steps: list[list[int]] = field(default_factory=list)
+    step_probabilities: list[list[float]] = field(default_factory=list)
 
 
 class Backend(ABC):

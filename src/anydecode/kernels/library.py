@@ -207,6 +207,7 @@ class Pass(ctypes.Structure):
         *((name, c_int32) for name in ("num_runs", "scan_lead", "vocab_size", "carries_states")),
         ("team", c_int32),
         ("drafting", pointer),
+        *((name, pointer) for name in ("step_limits", "min_probabilities")),
     ]
 
 

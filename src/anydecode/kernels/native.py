@@ -258,6 +258,10 @@ class NativeExecutor:
         num_steps = output_spec.num_steps
         if not self._can_continue or rows.tables[-1].ndim > 1:
             num_steps = 1
+        if output_spec.step_limits:
+            if num_steps > 1 and self._can_draft_together(rows, samples):
+                return self._draft_together(output_spec, start, stop, captures, hidden)
+            num_steps = 1
         if self._states is not None:
             num_steps = min(num_steps, self._states.max_steps)
         probabilities: list[float] = []
@@ -291,6 +295,44 @@ class NativeExecutor:
     def kernels(self) -> str:
         """A name of the code that computes the passes; another build or variant has another."""
         return f"{self._library.variant} of {self._library.build}"
+
+    def _can_draft_together(self, rows: Rows, samples: list[SampleSpec]) -> bool:
+        """Whether a pass may draft for several sequences (`OutputSpec.step_limits`)."""
+        has_truncation = any(spec.truncation for spec in samples)
+        return (
+            self._states is None
+            and all(table.ndim == 1 for table in rows.tables)
+            and not (has_truncation and self._pass.head_tokens)  # of which one is spread at a time
+        )
+
+    def _draft_together(
+        self,
+        output_spec: OutputSpec,
+        start: int,
+        stop: int,
+        captures: Any,
+        hidden: dict[int, np.ndarray],
+    ) -> Output:
+        """Run a bound pass that drafts for several sequences."""
+        p, count, num_steps = self._pass, len(output_spec.samples), output_spec.num_steps
+        self._bind_multi_step(count * num_steps, output_spec)
+        limits = np.array(output_spec.step_limits, np.int32)
+        bounds = np.array(output_spec.min_probabilities, np.float64)
+        p.step_limits, p.min_probabilities = address_of(limits), address_of(bounds)
+        p.drafting = None
+        self._call(start, stop, output_spec.logits, captures, count, num_steps)
+        shape = count, num_steps
+        found = self._multi_step_tokens[: count * num_steps].reshape(shape).tolist()
+        steps, chances, num_passes = list[list[int]](), list[list[float]](), 1
+        for number, tokens in enumerate(found):
+            length = next((i for i, token in enumerate(tokens) if token < 0), num_steps)
+            num_passes = max(num_passes, length + (tokens[length : length + 1] == [-1]))
+            steps.append(tokens[:length])
+            first = number * num_steps
+            chances.append(self._step_probabilities[first : first + length].tolist())
+        logits = self._logits(len(output_spec.logits))
+        sampled = [tokens[0] if tokens else -1 for tokens in steps]
+        return Output(logits, hidden, sampled, [], num_passes, steps, chances)
 
     @property
     def truncates(self) -> bool:

@@ -223,12 +223,91 @@ static int multi_step(const Pass *pass, int threads) {
   }
 }
 
+/* The same after a pass with several samples, one per draft. The others go on without those that
+ * have ended, but all end where a sample is left to the caller. */
+static int drafts_together(const Pass *pass, int threads) {
+  int32_t tokens[MAX_SEQUENCES], positions[MAX_SEQUENCES], slots[MAX_SEQUENCES];
+  int32_t tables[MAX_SEQUENCES], prefixes[MAX_SEQUENCES], adapters[MAX_SEQUENCES];
+  int32_t rows[MAX_SEQUENCES], zeros[MAX_SEQUENCES] = {0}, numbers[MAX_SEQUENCES];
+  double paths[MAX_SEQUENCES];
+  SampleSpec specs[MAX_SEQUENCES];
+  int n = pass->num_samples;
+  size_t state = (size_t)pass->hidden_size * sizeof(float);
+  for (int i = 0; i < n; i++) {
+    int last = pass->logit_rows[pass->samples[i].row];
+    numbers[i] = rows[i] = i;
+    specs[i] = pass->samples[i];
+    positions[i] = pass->positions[last];
+    tables[i] = pass->table[last];
+    if (pass->adapters) adapters[i] = pass->adapters[last];
+    paths[i] = 1.0;
+    if (pass->carries_states)
+      memmove(pass->stream + (int64_t)i * pass->hidden_size,
+              pass->stream + (int64_t)last * pass->hidden_size, state);
+  }
+  Pass next = *pass;
+  next.samples = specs;
+  next.num_captures = 0;
+  next.tokens = tokens;
+  next.positions = positions;
+  next.slots = slots;
+  next.table = tables;
+  next.prefix = prefixes;
+  next.tail_start = next.tail_length = zeros;
+  next.logit_rows = rows;
+  next.inputs = pass->carries_states ? pass->stream : NULL;
+  if (pass->adapters) next.adapters = adapters;
+  for (int step = 0;; step++) {
+    int left = 0, ends = 0;
+    for (int i = 0; i < n; i++) {
+      int number = numbers[i];
+      int64_t at = (int64_t)number * pass->num_steps + step;
+      int32_t token = specs[i].token;
+      pass->multi_step_tokens[at] = token < 0 ? -1 : token;
+      if (token < 0) {
+        ends = 1;
+        continue;
+      }
+      double probability = probability_of(pass, specs[i].row, token);
+      pass->step_probabilities[at] = (float)probability;
+      paths[i] *= probability;
+      if (step + 1 < pass->num_steps) pass->multi_step_tokens[at + 1] = NO_MORE;
+      if (paths[i] < pass->min_probabilities[number] || is_end_token(pass, token)) continue;
+      if (step + 1 >= pass->step_limits[number]) continue;
+      if (left < i) {
+        numbers[left] = number;
+        specs[left] = specs[i];
+        positions[left] = positions[i];
+        tables[left] = tables[i];
+        adapters[left] = adapters[i];
+        paths[left] = paths[i];
+        if (pass->carries_states)
+          memmove(pass->stream + (int64_t)left * pass->hidden_size,
+                  pass->stream + (int64_t)i * pass->hidden_size, state);
+      }
+      tokens[left++] = token;
+    }
+    if (!left || ends) return OK;
+    n = next.num_rows = next.num_logits = next.num_samples = left;
+    for (int i = 0; i < n; i++) {
+      prefixes[i] = ++positions[i] + 1;
+      if (prefixes[i] > pass->table_length[tables[i]]) return ERROR_TABLE;
+      slots[i] = pass->tables[tables[i]][positions[i]];
+      specs[i].row = i;
+      specs[i].counter[0]++;
+    }
+    int problem = run_once(&next, threads);
+    if (problem) return problem;
+  }
+}
+
 /* Run one pass over a slice of a program, or num_steps passes in sequence (see
  * Pass.multi_step_tokens). Returns OK, or the first problem (enum Error). */
 EXPORT int anydecode_run(const Pass *pass, int threads) {
   if (pass->num_steps > 1 && pass->drafting) return drafting_steps(pass, threads);
   int problem = run_once(pass, threads);
-  return problem || pass->num_steps < 2 ? problem : multi_step(pass, threads);
+  if (problem || pass->num_steps < 2) return problem;
+  return pass->num_samples > 1 ? drafts_together(pass, threads) : multi_step(pass, threads);
 }
 
 enum { READ_PARTS = 64 };

@@ -121,10 +121,21 @@ static int is_end_token(const Pass *pass, int32_t token) {
 /* Whether another thread wants the pass to end after the present step. */
 static int is_interrupted(const Pass *pass) { return pass->interrupt && *pass->interrupt; }
 
+/* The column of a token of a head without all tokens. */
+static int32_t column_of(const Pass *pass, int32_t token) {
+  int32_t low = 0, high = pass->head_size - 1;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (pass->head_tokens[middle] < token) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 /* The probability of the token that was sampled from the logits of `row`. */
 static double probability_of(const Pass *pass, int32_t row, int32_t token) {
   const float *logits = pass->logits + (int64_t)row * pass->head_size;
-  float logit = pass->head_tokens ? pass->spread[token] : logits[token];
+  float logit = logits[pass->head_tokens ? column_of(pass, token) : token];
   return portable_exp((double)logit - chosen->logsumexp(logits, pass->head_size));
 }
 
