@@ -322,9 +322,10 @@ class NativeExecutor:
         p.drafting = None
         self._call(start, stop, output_spec.logits, captures, count, num_steps)
         shape = count, num_steps
-        found = self._multi_step_tokens[: count * num_steps].reshape(shape).tolist()
+        of_all = self._multi_step_tokens[: count * num_steps].reshape(shape)
         steps, chances, num_passes = list[list[int]](), list[list[float]](), 1
-        for number, tokens in enumerate(found):
+        for number, row in enumerate(of_all):
+            tokens: list[int] = row.tolist()
             length = next((i for i, token in enumerate(tokens) if token < 0), num_steps)
             num_passes = max(num_passes, length + (tokens[length : length + 1] == [-1]))
             steps.append(tokens[:length])

@@ -181,7 +181,7 @@ class _Session(TextDraftSession):
             "stored probabilities are normalised over the ten most probable tokens",
             "the tree is the part of token recycling's that saves time, by the measured costs of"
             " passes and by the acceptance rate of each rank, which is counted: at the prior rates"
-            " 2 nodes where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
+            " 1 node where a row costs a tenth of a pass, 15 where up to 16 rows cost one pass;"
             " the paper fits a tree of 80 nodes to 30 problems",
             "one table for all requests; probabilities are those at the temperature of the request"
             " that updated them",

@@ -10,7 +10,7 @@ import numpy as np
 
 Ranks = tuple[int, ...]
 #: Prior acceptance rates of the ranks, each worth 32 observations.
-PRIORS, WEIGHT = (0.37, 0.09, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01), 32
+PRIORS, WEIGHT = (0.336, 0.087, 0.042, 0.027, 0.022, 0.017, 0.015, 0.013), 32
 #: Rates and costs are read again after so many tokens.
 REFRESH = 64
 
