@@ -44,6 +44,10 @@ def test_ray_starts_workers_again_and_no_word_changes(monkeypatch: pytest.Monkey
         launcher.start([Place("mixed-1", "mixed"), Place("mixed-2", "mixed")])
         try:
             first = _pids(fleet, 2)
+            own, *priorities = (
+                os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, *first.values())
+            )
+            assert priorities == [own, own]
             assert fleet.generate("a", **options).text == expected
             os.kill(first["mixed-1"], signal.SIGKILL)
             assert fleet.generate("a", **options).text == expected
@@ -75,5 +79,6 @@ def test_a_worker_without_a_machine_is_reported_once(monkeypatch: pytest.MonkeyP
         process.terminate()
     finally:
         workers.close()
-    reason = "no machine of the Ray cluster has 9999 free cores for it"
-    assert events == [("worker_waits", {"worker": "mixed-1", "reason": reason})]
+    [(name, fields)] = events
+    assert (name, fields["worker"]) == ("worker_waits", "mixed-1")
+    assert "in 1 s: no machine of its cluster has 9999 free cores" in fields["reason"]

@@ -60,7 +60,11 @@ class RayWorkers:
             raise MissingPackageError("--ray", "ray", "'anydecode[cluster]'") from None
         self._ray: Any = ray
         self._options, self._secret, self._cores = options, secret, cores
-        own = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        own = {
+            "object_store_memory": _STORE_BYTES,
+            "include_dashboard": False,
+            "_system_config": {"worker_niceness": 0},  # by default they yield to all other programs
+        }
         try:
             ray.init(
                 address=address,
@@ -115,13 +119,16 @@ class RayProcess:
         return code
 
     def _report_waiting(self) -> None:
-        """Say once that Ray has found no machine for it."""
+        """Say once that Ray has not started it."""
         if self._report_at is None or time.monotonic() < self._report_at:
             return
         self._report_at = None
         started, _ = self._ray.wait([self._ready], timeout=0)
         if not started:
-            reason = f"no machine of the Ray cluster has {self._cores} free cores for it"
+            reason = (
+                f"Ray has not started it in {WAITING_SECONDS:g} s: no machine of its cluster has"
+                f" {self._cores} free cores, or they are busy with other programs"
+            )
             logs.event("worker_waits", worker=self._name, reason=reason)
 
     def terminate(self) -> None:

@@ -11,7 +11,6 @@ what their hashed blocks share.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +156,16 @@ class _Worker:
             total += (high - low) * self.plan.costs.seconds(rows, round((low + high - 1) / 2))
         return total
 
+    def num_begun(self, past: float) -> int:
+        """How many of the planned passes, which are over the answers alone, have begun after so
+        many seconds. They take longer and longer, but little: the search begins at their mean."""
+        num = min(max(1, int(past / self.seconds(1)) + 1), self.num_planned)
+        while num > 1 and self.seconds(num - 1) >= past:
+            num -= 1
+        while num < self.num_planned and self.seconds(num) < past:
+            num += 1
+        return num
+
     def mixed_pass(self) -> tuple[float, list[_Task]]:
         """Run rows of prompts in a pass with the answers. Returns its duration, and the prompts
         that it completes."""
@@ -213,8 +222,13 @@ class _Role:
             positions: Those that the task needs.
             cached: By worker, the tokens of the task that are in its cache.
         """
+        max_used = self._max_positions - positions
+        if not cached:  # mostly the worker with the fewest rows has room
+            fewest = int(self._rows.argmin())
+            if self._num_tasks[fewest] < self._max_tasks and self._positions[fewest] <= max_used:
+                return self.workers[fewest]
         has_room = self._num_tasks < self._max_tasks
-        has_room &= self._positions <= self._max_positions - positions
+        has_room &= self._positions <= max_used
         cost = np.where(has_room, self._rows, _NO_ROOM)
         if cached:
             indices = np.fromiter(cached, np.int64, len(cached)) - self._first
@@ -376,8 +390,7 @@ class _Leap:
             pause = self._now - worker.idle_since
             self._plan(worker, seconds_after_pause(worker.plan.pause_seconds, pause))
         elif worker.num_planned > 1:  # passes of answers alone, of which the present one ends
-            past = self._now - worker.start
-            num = bisect_left(range(1, worker.num_planned), past, key=worker.seconds) + 1
+            num = worker.num_begun(self._now - worker.start)
             if num < worker.num_planned:
                 worker.num_planned = num
                 self._at_end(worker, worker.seconds(num), [])
