@@ -68,15 +68,10 @@ INLINE void read_k23(int format, const uint8_t *p, int j, Block *out) {
   memcpy(&out->d, p + 108, 2);
 }
 
-INLINE void read_iq4_xs(const uint8_t *p, int j, Block *out) {
+INLINE void iq4_xs_scale(const uint8_t *p, int j, Block *out) {
   int low = p[4 + j / 2] >> (j % 2 * 4) & 15, high = p[2 + j / 4] >> (j % 4 * 2) & 3;
   out->first = (uint8_t)((low | high << 4) - 32);
   memcpy(&out->d, p, 2);
-  const uint8_t *q = p + 8 + 16 * j;
-  for (int k = 0; k < 16; k++) {
-    out->q[k] = q[k] & 15;
-    out->q[k + 16] = q[k] >> 4;
-  }
 }
 
 /* Ternary codes: four to a byte, or five as the digits of a fraction in base 3, the first highest. */
@@ -124,32 +119,9 @@ INLINE void read_iq3_s(const uint8_t *p, const uint8_t *grid, int j, Block *out)
   }
 }
 
-INLINE void read_small(int format, const uint8_t *p, Block *out) {
-  if (format == MXFP4) {
-    out->first = *p++;
-  } else {
-    memcpy(&out->d, p, 2);
-    p += 2;
-  }
-  if (has_min(format)) {
-    memcpy(&out->m, p, 2);
-    p += 2;
-  }
-  if (format == Q8_0) {
-    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = p[k] ^ 0x80;
-    return;
-  }
-  uint32_t high = 0;
-  if (is_five_bit(format)) {
-    memcpy(&high, p, 4);
-    p += 4;
-  }
-  for (int k = 0; k < 16; k++) {
-    out->q[k] = p[k] & 15;
-    out->q[k + 16] = p[k] >> 4;
-  }
-  if (high)
-    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high >> k) & 1) << 4);
+INLINE void read_q8_0(const uint8_t *p, Block *out) {
+  memcpy(&out->d, p, 2);
+  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = p[2 + k] ^ 0x80;
 }
 
 INLINE int stored_bytes(int format) {
@@ -185,8 +157,8 @@ INLINE void read_block(int format, const uint8_t *row, const uint8_t *grid, int 
     read_nvfp4(row + (int64_t)(b / 2) * stored_bytes(format), b % 2, out);
     return;
   }
-  if (!is_super(format)) {
-    read_small(format, row + (int64_t)b * stored_bytes(format), out);
+  if (format == Q8_0) {
+    read_q8_0(row + (int64_t)b * stored_bytes(format), out);
     return;
   }
   const uint8_t *p = row + (int64_t)(b / 8) * stored_bytes(format);
@@ -194,7 +166,6 @@ INLINE void read_block(int format, const uint8_t *row, const uint8_t *grid, int 
     case Q2_K:
     case Q3_K: read_k23(format, p, b % 8, out); break;
     case Q6_K: read_k6(p, b % 8, out); break;
-    case IQ4_XS: read_iq4_xs(p, b % 8, out); break;
     case IQ3_S: read_iq3_s(p, grid, b % 8, out); break;
     case TQ1_0:
     case TQ2_0: read_ternary(format, p, b % 8, out); break;
@@ -241,28 +212,54 @@ INLINE void write_column(int format, const Block *from, int c, uint8_t *q) {
   }
 }
 
-/* Whether a format stores nibbles in the packed order already, so that whole words are copied. */
-INLINE int has_words(int format) {
-  return format == Q4_0 || format == Q4_1 || format == IQ4_NL;
-}
-
-/* Pack one column's block of a format with `has_words`. */
-INLINE void write_words(int format, const uint8_t *stored, int c, uint8_t *block) {
-  int scales = has_min(format) ? 2 : 1;
-  memcpy(block + 2 * c, stored, 2);
-  if (scales == 2) memcpy(block + 16 + 2 * c, stored + 2, 2);
-  const uint8_t *q = stored + 2 * scales;
-  for (int i = 0; i < 4; i++) memcpy(block + 16 * scales + 32 * i + 4 * c, q + 4 * i, 4);
-}
-
-INLINE void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
+INLINE void write_scales(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
   if (format == MXFP4 || format == NVFP4) header[c] = from->first;
   else memcpy(header + 2 * c, &from->d, 2);
   if (format == NVFP4) header[8 + c] = from->second;
   if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
   if (is_super(format) && scales_bytes(format) >= 8) block[c] = from->first;
   if (is_super(format) && scales_bytes(format) == 16) block[8 + c] = from->second;
+}
+
+INLINE void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
+  write_scales(format, from, c, header, block);
   write_column(format, from, c, block + scales_bytes(format));
+}
+
+/* Whether a format stores nibbles in the packed order already, so that whole words are copied. */
+INLINE int has_words(int format) {
+  return format == Q4_0 || format == Q4_1 || format == Q5_0 || format == Q5_1 ||
+         format == IQ4_NL || format == IQ4_XS || format == MXFP4;
+}
+
+/* Pack block b of one column, of a format with `has_words`. */
+INLINE void write_words(int format, const uint8_t *row, int b, int c, uint8_t *header,
+                        uint8_t *block) {
+  const uint8_t *q = row + (int64_t)(is_super(format) ? b / 8 : b) * stored_bytes(format);
+  uint32_t high = 0, spread = 0;
+  Block scales;
+  if (format == IQ4_XS) {
+    iq4_xs_scale(q, b % 8, &scales);
+    q += 8 + 16 * (b % 8);
+  } else if (format == MXFP4) {
+    scales.first = *q++;
+  } else {
+    memcpy(&scales.d, q, 2);
+    if (has_min(format)) memcpy(&scales.m, q + 2, 2);
+    q += has_min(format) ? 4 : 2;
+  }
+  if (is_five_bit(format)) {
+    memcpy(&high, q, 4);
+    q += 4;
+  }
+  write_scales(format, &scales, c, header, block);
+  uint8_t *to = block + scales_bytes(format) + 4 * c;
+  for (int i = 0; i < 4; i++) memcpy(to + 32 * i, q + 4 * i, 4);
+  if (!is_five_bit(format)) return;
+  /* Four bits at a time become the lowest bits of four bytes. */
+  for (int i = 0; i < 8; i++)
+    spread |= ((high >> (4 * i) & 15) * 0x204081u & 0x01010101u) << i;
+  memcpy(to + 128, &spread, 4);
 }
 
 INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int64_t row_bytes,
@@ -280,7 +277,7 @@ INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int
     for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
       const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
       if (has_words(format)) {
-        write_words(format, row + (int64_t)b * stored_bytes(format), c, p);
+        write_words(format, row, b, c, header, p);
       } else if (has_grid(format)) {
         const uint8_t *stored = row + (int64_t)(b / 8) * stored_bytes(format);
         write_grid_block(format, stored, b % 8, c, header, p);
