@@ -196,6 +196,20 @@ def test_inputs_of_another_order_are_each_stored_once(tmp_path: Path) -> None:
             check_weight(replace(weight, order=order))
 
 
+def test_the_kernels_of_cuda_read_inputs_of_another_order_as_float16(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from anydecode.kernels.cuda.packing import pack
+
+    case = CASES["gptq, order"]
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
+    tensors = {f"x.{name}": part for name, part in case.write(matrix, **case.options)[0].items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.order is not None
+    packed = pack([weight], torch.device("cpu"))
+    assert np.array_equal(packed.codes.numpy(), dequantize(weight).astype(np.float16))
+
+
 @pytest.mark.parametrize("place", ["text_config", "compression_config"])
 def test_settings_may_stand_in_other_places(place: str, tmp_path: Path) -> None:
     case = CASES["packed int4"]
@@ -334,6 +348,17 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str, tmp_
     with pytest.raises(CheckpointError, match=message) as caught:
         load_checkpoint(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_the_error_says_whether_transformers_reads_a_method(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.quantizers.auto")
+    for method, is_read in (("quark", True), ("quip", False)):
+        settings = {"quant_method": method}
+        folder = write_folder(tmp_path / "m", {"a": np.zeros(2)}, quantization_config=settings)
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(folder)
+        advice = "transformers reads it, with fewer guarantees: backend='transformers'"
+        assert (advice in str(caught.value)) == is_read
 
 
 def test_other_tensors_of_torchao_are_refused(tmp_path: Path) -> None:
