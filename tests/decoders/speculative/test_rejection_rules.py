@@ -288,6 +288,15 @@ def test_a_table_whose_probabilities_are_ignored_is_noticed(monkeypatch: Patch) 
     assert_wrong("stand")
 
 
+def test_predictions_without_distributions_follow_the_target(monkeypatch: Patch) -> None:
+    from anydecode.decoders.speculative import jacobi
+
+    monkeypatch.setattr(jacobi, "MAX_DISTRIBUTIONS", 0)
+    open_llm, prompt = setting("jacobi")
+    failed = [one for one in rejection_checks("jacobi", open_llm, prompt) if not one.passed]
+    assert not failed
+
+
 def test_predictions_that_are_always_kept_are_noticed(monkeypatch: Patch) -> None:
     from anydecode.decoders.speculative import jacobi
 

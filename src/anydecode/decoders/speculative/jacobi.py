@@ -18,6 +18,10 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 
+#: Maximum number of predictions of a block whose distributions are kept for a rejection rule, which
+#: bounds their memory. It tests the others as tokens that were chosen, which is exact too.
+MAX_DISTRIBUTIONS = 64
+
 
 @register(
     Card(
@@ -112,10 +116,10 @@ def _next(sequence: Sequence, scores: Scores, num_accepted: int) -> list[int]:
 
 
 def _distributions(sequence: Sequence, scores: Scores, num_accepted: int) -> list[np.ndarray]:
-    """The distributions that the tokens of `_next` were sampled from, float64 `[vocab_size]`; none
-    if they were not."""
+    """The distributions that the first tokens of `_next` were sampled from, float64 `[vocab_size]`;
+    none if they were not sampled."""
     if sequence.sampler.is_stateful:
         return []
-    size = scores.logits.shape[1]
-    rows = range(num_accepted + 1, len(scores))
+    size, first = scores.logits.shape[1], num_accepted + 1
+    rows = range(first, min(len(scores), first + MAX_DISTRIBUTIONS))
     return [scores.distribution(row).dense(size) for row in rows]
