@@ -154,10 +154,15 @@ def test_a_pass_corrects_the_costs_if_the_table_describes_it(
         rows=Rows(num_rows),
         output_spec=OutputSpec(np.arange(num_logits, dtype=np.int32)),
         num_passes=num_passes,
+        scheduled=[None] * 2,
+        seconds=0.5,
     )
     with scripted_llm() as llm:
         model: Any = llm.cost_model
         expected = model.seconds(num_rows, 10)
         model.on_pass(plan, 2 * expected)
         found = model.seconds(num_rows, 10)
+        assert model.host_seconds(6) == pytest.approx(6 * 0.05 * (2 * expected - 0.5) / 2)
+        model.on_pass(plan, 0.5)
+        assert model.host_seconds(6) == pytest.approx(3 * 0.05 * (2 * expected - 0.5) / 2)
     assert found > expected if counts else found == expected

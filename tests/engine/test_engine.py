@@ -20,6 +20,8 @@ from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas
 from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.prompt_lookup import prompt_lookup
 from anydecode.engine.costs import EngineCostModel
+from anydecode.engine.model_runner import ModelRunner
+from anydecode.engine.plan import Plan
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
 from anydecode.kernels.interface import Output, OutputSpec, Rows
 from anydecode.memory.sequence_cache import SequenceCache
@@ -105,31 +107,37 @@ class _MultiStepModel(_SamplingModel):
 
     skipped = 0
     passes = 0
+    together = 0
 
     def run(self, rows, cache, output_spec):
         output = super().run(rows, cache, output_spec)
-        self.passes += output_spec.num_steps > 1
-        spec = output_spec.samples[0] if output_spec.samples else None
-        tokens = output.sampled[-1:]
-        while len(tokens) < output_spec.num_steps and tokens[-1] not in output_spec.end_tokens:
-            position = int(rows.positions[-1]) + len(tokens) + self.skipped
-            table = rows.tables[int(rows.table[-1])]
-            one = np.array([position], np.int32)
+        if output_spec.num_steps == 1:
+            return output
+        self.passes += 1
+        self.together = max(self.together, len(output_spec.samples))
+        last = output_spec.logits[[spec.row for spec in output_spec.samples]]
+        steps = [[token] for token in output.sampled]
+        ends = output_spec.end_tokens
+        while len(steps[0]) < output_spec.num_steps and not ends & {one[-1] for one in steps}:
+            count = len(steps[0])
+            positions = rows.positions[last] + np.int32(count + self.skipped)
+            tables = [rows.tables[table] for table in rows.table[last]]
+            slots = [table[at : at + 1] for table, at in zip(tables, positions, strict=True)]
             row = Rows(
-                np.array(tokens[-1:], np.int32), one, table[position : position + 1], [table],
-                rows.table[-1:], one + 1, rows.tails, one * 0, one * 0, rows.start[-1:],
-                rows.stop[-1:],
+                np.array([one[-1] for one in steps], np.int32), positions, np.concatenate(slots),
+                rows.tables, rows.table[last], positions + 1, rows.tails, positions * 0,
+                positions * 0, rows.start[last], rows.stop[last],
             )  # fmt: skip
-            spec = spec._replace(position=spec.position + 1, row=0)
-            next_spec = OutputSpec(np.zeros(1, np.int32), {}, [spec])
+            specs = [
+                spec._replace(position=spec.position + count, row=index)
+                for index, spec in enumerate(output_spec.samples)
+            ]
+            next_spec = OutputSpec(np.arange(len(last), dtype=np.int32), {}, specs)
             output = _SamplingModel.run(self, row, cache, next_spec)
-            tokens += output.sampled
-        return Output(
-            output.logits,
-            output.hidden,
-            tokens if output_spec.num_steps > 1 else output.sampled,
-            num_passes=len(tokens) if output_spec.num_steps > 1 else 1,
-        )
+            for one, token in zip(steps, output.sampled, strict=True):
+                one.append(token)
+        found = {"steps": steps} if output_spec.step_limits else {"sampled": steps[0]}
+        return Output(output.logits, output.hidden, num_passes=len(steps[0]), **found)
 
 
 def run_multi_step(
@@ -158,26 +166,42 @@ def test_multi_step_passes_do_not_change_the_output(temperature: float) -> None:
         run_multi_step(model, temperature=temperature)
 
 
-def test_multi_step_slots_are_reserved_only_for_a_single_sequence(
+@pytest.mark.parametrize("decoder", ["multi-step", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_sequences_share_multi_step_passes(decoder: str, temperature: float) -> None:
+    expected = alone(PROMPTS, temperature=temperature)
+    model = _MultiStepModel(seed=1)
+    model.cost_table = default_table(0.001)
+    options = {"temperature": temperature, "decoder": decoder}
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        answers = llm.generate(PROMPTS, **{**OPTIONS, **options})
+        assert [one.tokens for one in answers] == expected
+        llm.engine.check_integrity()
+    assert model.together > 1 and model.passes > 1
+    model.skipped = 1
+    with (
+        LLM(model, tokenizer=ByteTokenizer()) as llm,
+        pytest.raises(RuntimeError, match="stored nothing|broadcast together"),
+    ):
+        llm.generate(PROMPTS, **{**OPTIONS, **options})
+
+
+def test_sequences_that_share_multi_step_passes_reserve_slots_for_them_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Multi-step passes have a single sequence."""
-    rooms: list[tuple[int, int]] = []
-    write_rows = MultiStepSpan.write_rows
+    """Each reserves as many slots as the pass may have steps."""
+    rooms: list[set[int]] = []
+    allow = ModelRunner._allow_multi_step
 
-    def filling(self: MultiStepSpan, rows: Rows, at: int, count: int) -> None:
-        if self.min_probability is None:  # chains of drafts begin behind any number of rows
-            rooms.append((len(rows), self.reserved))
-        write_rows(self, rows, at, count)
+    def allowing(self: ModelRunner, plan: Plan) -> None:
+        allow(self, plan)
+        found = {span.reserved for _, span, _ in plan.scheduled if isinstance(span, MultiStepSpan)}
+        rooms.append(found)
+        assert not plan.multi_step or found == {plan.output_spec.num_steps - 1}
 
-    monkeypatch.setattr(MultiStepSpan, "write_rows", filling)
-    expected = alone(PROMPTS)
-    assert run_multi_step(_MultiStepModel(seed=1), PROMPTS) == expected
-    together = {room for rows, room in rooms if rows > 1}
-    assert len(rooms) > 40 and together == {0}
-    rooms.clear()
-    run_multi_step(_MultiStepModel(seed=1))
-    assert max(room for _, room in rooms) > 1
+    monkeypatch.setattr(ModelRunner, "_allow_multi_step", allowing)
+    assert run_multi_step(_MultiStepModel(seed=1), PROMPTS) == alone(PROMPTS)
+    assert max(map(len, rooms)) == 1 and max(max(found, default=0) for found in rooms) > 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -231,11 +255,13 @@ def test_multi_step_passes_stop_at_end_tokens() -> None:
 
 
 def test_no_multi_step_passes_with_waiting_requests_or_needed_logits() -> None:
-    for prompt, options in [(list(PROMPTS), {}), ("a prompt", {"logprobs": 1})]:
-        model = _MultiStepModel(seed=1)
-        found = run_multi_step(model, prompt, max_tokens=12, **options)
-        assert found == alone(PROMPTS if prompt != "a prompt" else [prompt], max_tokens=12)
-        assert not model.passes
+    model = _MultiStepModel(seed=1)
+    found = run_multi_step(model, max_tokens=12, logprobs=1)
+    assert found == alone(["a prompt"], max_tokens=12) and not model.passes
+    with LLM(model, tokenizer=ByteTokenizer(), row_budget=len(PROMPTS) - 1) as llm:
+        options = {**OPTIONS, "max_tokens": 12, "decoder": "multi-step"}
+        assert [one.tokens for one in llm.generate(PROMPTS, **options)] == alone(max_tokens=12)
+    assert not model.together
 
 
 def test_multi_step_passes_can_fill_the_cache() -> None:

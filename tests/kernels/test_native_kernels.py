@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -1102,6 +1103,99 @@ def test_a_multi_step_call_equals_single_steps(
     end_tokens = frozenset({alone[1], 9000})
     together, alone, same = run_multi_step(network, temperature, count, end_tokens)
     assert together == alone and len(alone) == 2 and same
+
+
+def run_together(
+    network: Network,
+    temperature: float,
+    count: int,
+    end_tokens: frozenset[int] = frozenset(),
+    interrupted: bool = False,
+    min_probability: float | None = None,
+) -> tuple[Output, list[list[int]]]:
+    """A multi-step call with three sequences of 9, 1 and 30 tokens, of which the last rows are
+    sampled, and the tokens of each alone, one call per token."""
+    lengths = (9, 1, 30)
+    inverse = 1 / temperature if temperature else 0.0
+    order = np.random.default_rng(3).permutation(sum(lengths) + 3 * count).astype(np.int32)
+    tables, first = [], 0
+    for length in lengths:
+        tables.append(order[first : first + length + count])
+        first += length + count
+
+    def parts(starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> Rows:
+        each = [
+            sequence_rows(t, tab, at) for t, tab, at in zip(tokens, tables, starts, strict=True)
+        ]
+        joined = {
+            name: np.concatenate([getattr(one, name) for one in each])
+            for name in ("tokens", "positions", "slots", "prefix", "start", "stop")
+        }
+        joined["table"] = np.repeat(np.arange(3), [len(t) for t in tokens]).astype(np.int32)
+        zeros = np.zeros(len(joined["tokens"]), np.int32)
+        joined |= {"tables": tables, "tails": each[0].tails}
+        return replace(each[0], **joined, tail_start=zeros, tail_length=zeros)
+
+    def samples(position_of: Sequence[int], rows: Sequence[int]) -> list[SampleSpec]:
+        return [
+            SampleSpec(row, inverse, 5, number, position + 1)
+            for number, (row, position) in enumerate(zip(rows, position_of, strict=True))
+        ]
+
+    texts = [list(range(length)) for length in lengths]
+    last = ints(np.cumsum(lengths) - 1)
+    ends = [length - 1 for length in lengths]
+    spec = OutputSpec(last, {}, samples(ends, range(3)), count, end_tokens)
+    spec.interrupt = np.array([1], np.int32) if interrupted else None
+    spec.step_limits, spec.probabilities = [count] * 3, min_probability is not None
+    spec.min_probabilities = [min_probability or 0.0] * 3
+    together = network.executor(2).run(parts([0, 0, 0], texts), network.cache(len(order)), spec)
+    together = replace(together, logits=together.logits.copy())
+    alone: list[list[int]] = []
+    for number, text in enumerate(texts):
+        executor, cache = network.executor(2), network.cache(len(order))
+        tokens, inputs, at = [], text, 0
+        while len(tokens) < count:
+            rows = sequence_rows(inputs, tables[number], at)
+            position = at + len(inputs) - 1
+            one = SampleSpec(0, inverse, 5, number, position + 1)
+            output = executor.run(rows, cache, OutputSpec(ints([len(inputs) - 1]), {}, [one]))
+            tokens += output.sampled
+            inputs, at = tokens[-1:], position + 1
+            if min_probability is None and len(tokens) == len(together.steps[number]):
+                assert np.array_equal(output.logits[0], together.logits[number])
+        alone.append(tokens)
+    return together, alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("count", [2, 7])
+def test_a_multi_step_call_with_several_sequences_equals_single_steps(
+    library: Library, count: int, temperature: float
+) -> None:
+    network = Network(4, vocab=9001)
+    together, alone = run_together(network, temperature, count)
+    assert together.steps == alone and together.num_passes == count
+    end = alone[1][1]
+    together, alone = run_together(network, temperature, count, frozenset({end}))
+    first = min(tokens.index(end) for tokens in alone if end in tokens)
+    assert together.steps == [tokens[: first + 1] for tokens in alone]
+    together, alone = run_together(network, temperature, count, interrupted=True)
+    assert together.steps == [tokens[:1] for tokens in alone] and together.num_passes == 1
+
+
+def test_each_of_several_drafts_ends_with_its_first_improbable_token(library: Library) -> None:
+    network = Network(4, vocab=50)
+    together, alone = run_together(network, 0.8, 7, min_probability=0.0)
+    assert together.steps == alone
+    assert [len(one) for one in together.step_probabilities] == [7, 7, 7]
+    paths = np.cumprod(together.step_probabilities, axis=1)
+    bound = float(paths.min(0)[2] * 1.0001)
+    together, _ = run_together(network, 0.8, 7, min_probability=bound)
+    expected = [1 + int((path < bound).argmax()) if path[-1] < bound else 7 for path in paths]
+    assert [len(one) for one in together.steps] == expected and len(set(expected)) > 1
+    assert together.steps == [tokens[:n] for tokens, n in zip(alone, expected, strict=True)]
+    assert together.num_passes == max(expected)
 
 
 def test_noise_of_other_positions_gives_other_multi_step_tokens(library: Library) -> None:

@@ -144,6 +144,10 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
     return ThreadCosts(tables)
 
 
+#: Weight of a step in the average of what steps take beside their passes, if it took longer.
+HOST_RATE = 0.05
+
+
 class EngineCostModel:
     """The cost model of an engine (`scoring.cost.CostModel`): the measured table of its target,
     corrected by the passes that it runs."""
@@ -153,6 +157,7 @@ class EngineCostModel:
         self._model = model
         self._table: CostTable | None = None
         self._correction = CostCorrection()
+        self._host_seconds = 0.0  # per sequence
         engine.on_pass = self.on_pass
 
     def seconds(self, rows: int, context: int) -> float:
@@ -165,6 +170,9 @@ class EngineCostModel:
     def num_others(self) -> int:
         return max(0, len(self._engine.running) - 1)
 
+    def host_seconds(self, num_sequences: int) -> float:
+        return self._host_seconds * num_sequences
+
     def record(self, rows: int, context: int, seconds: float) -> None:
         """Record the duration of a pass over `rows` rows that attend to `context` positions."""
         if self._table is not None:
@@ -174,6 +182,10 @@ class EngineCostModel:
         """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes
         without drafts are skipped, since the table does not describe them."""
         rows, drafts = len(plan.rows), plan.output_spec.drafts
+        host_seconds = max(0.0, seconds - plan.seconds) / len(plan.scheduled)
+        # Longer times include other work of the machine.
+        rate = HOST_RATE if host_seconds > self._host_seconds else 0.5
+        self._host_seconds += rate * (host_seconds - self._host_seconds)
         if drafts is not None and drafts.rows:
             context = int(plan.rows.prefix.mean())
             for count, taken in zip(drafts.rows, drafts.seconds, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -103,9 +103,8 @@ class ModelRunner:
         self.interrupt = np.zeros(1, np.int32)
         self.pass_cost: PassCost | None = None
         self.thread_cost: ThreadCost | None = None
-        self._seconds_per_step = (
-            inf  # duration of the last pass over a single row, or step of a burst
-        )
+        # Duration of the last pass over one row of so many sequences, or step of a burst of them.
+        self._step_seconds: dict[int, float] = {}
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
     def divide(self) -> None:
@@ -188,13 +187,13 @@ class ModelRunner:
         has_adapters = network is None or bool(network.adapters)
         spec = self.model.spec
         builder = _Builder(scheduled, spec.hidden_size, spec.vocab_size, has_adapters)
-        is_joint = are_drafts(scheduled)
+        is_joint, further_steps = are_drafts(scheduled), self._further_steps(scheduled)
         for item in scheduled:
             request, span, count = item
             if id(request) in deferred or request not in self.waiting:
                 continue
             if not is_joint and len(scheduled) > 1 and isinstance(span, MultiStepSpan):
-                span.extra_tokens = 0  # no further steps, so reserve no more
+                span.extra_tokens = further_steps
             if not self._reserve(request, span, count, make_room, planned):
                 deferred.add(id(request))
                 continue
@@ -210,17 +209,17 @@ class ModelRunner:
 
     def _allow_multi_step(self, plan: Plan) -> None:
         """Allow further steps if the pass has a single span, within `MAX_MULTI_STEP_SECONDS`, or
-        drafts for several sequences. Prompts have more than one row, so the first token is not
-        delayed, but for drafts."""
+        if all spans have some. Prompts have more than one row, so the first token is not delayed,
+        but for drafts."""
         span, spec = plan.scheduled[0][1], plan.output_spec
         if len(plan.scheduled) > 1:
-            self._allow_joint_drafts(plan)
+            self._allow_joint_steps(plan)
             return
         if not isinstance(span, MultiStepSpan) or not spec.samples:
             return
         is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
         if not is_draft:
-            max_passes = max(1, int(MAX_MULTI_STEP_SECONDS / self._seconds_per_step))
+            max_passes = self._max_steps(1)
             if span.drafts is None:
                 num_steps = min(num_steps, max_passes)
             else:
@@ -235,8 +234,26 @@ class ModelRunner:
                 plan.states.clear()
                 spec.hidden.clear()
 
-    def _allow_joint_drafts(self, plan: Plan) -> None:
-        """The same for the drafts of several sequences."""
+    def _max_steps(self, num_sequences: int) -> int:
+        """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`."""
+        return max(1, int(MAX_MULTI_STEP_SECONDS / self._step_seconds.get(num_sequences, inf)))
+
+    def _further_steps(self, scheduled: list[ScheduledSpan]) -> int:
+        """The number of further steps of a pass over one row of each of several sequences, if all
+        of them allow some and no other request waits."""
+        if not 1 < len(scheduled) == len(self.waiting) <= MAX_SEQUENCES:
+            return 0
+        num_further = self._max_steps(len(scheduled)) - 1
+        for request, span, count in scheduled:
+            if not can_go_on(span, request, count) or count > 1:
+                return 0
+            if span.min_probability is not None or span.drafts is not None:
+                return 0
+            num_further = min(num_further, span.extra_tokens)
+        return num_further
+
+    def _allow_joint_steps(self, plan: Plan) -> None:
+        """The same for several sequences."""
         spec, spans = plan.output_spec, list[MultiStepSpan]()
         for _, span, _ in plan.scheduled:
             if isinstance(span, MultiStepSpan) and span.reserved:
@@ -245,7 +262,9 @@ class ModelRunner:
             return
         plan.multi_step = spans
         spec.step_limits = [1 + span.reserved for span in spans]
-        spec.num_steps, spec.probabilities = max(spec.step_limits), True
+        spec.num_steps = max(spec.step_limits)
+        spec.probabilities = spans[0].min_probability is not None
+        spec.interrupt = None if spec.probabilities else self.interrupt
         spec.min_probabilities = [span.min_probability or 0.0 for span in spans]
         spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
 
@@ -320,8 +339,8 @@ class ModelRunner:
             rows = drafts.rows if drafts is not None else []
             plan.num_passes = output.num_passes
             plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
-        if plan.num_rows == plan.num_passes or plan.multi_step:
-            self._seconds_per_step = plan.seconds / plan.num_passes
+        if plan.num_rows == len(plan.scheduled) or plan.multi_step:
+            self._step_seconds[len(plan.scheduled)] = plan.seconds / plan.num_passes
         self.main.num_passes += plan.num_passes
         self.main.num_rows += plan.num_rows
         self.main.seconds += plan.seconds
@@ -462,13 +481,17 @@ def are_drafts(scheduled: list[ScheduledSpan]) -> bool:
     """Whether the spans are drafts for several sequences, which the backend may go on with."""
     if not 1 < len(scheduled) <= MAX_SEQUENCES:
         return False
-    for request, span, count in scheduled:
-        if not isinstance(span, MultiStepSpan) or span.min_probability is None:
-            return False
-        is_plain = span.variant is None and not span.is_partial and request.groups == [[span]]
-        if not span.extra_tokens or count != span.remaining or not is_plain:
-            return False
-    return True
+    return all(
+        can_go_on(span, request, count) and span.min_probability is not None
+        for request, span, count in scheduled
+    )
+
+
+def can_go_on(span: Span, request: ScoreRequest, count: int) -> TypeGuard[MultiStepSpan]:
+    """Whether a span, of which `count` rows run, may have further steps beside others."""
+    if not isinstance(span, MultiStepSpan) or not span.extra_tokens or count != span.remaining:
+        return False
+    return span.variant is None and not span.is_partial and request.groups == [[span]]
 
 
 class _Builder:

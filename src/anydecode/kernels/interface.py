@@ -657,9 +657,10 @@ class OutputSpec:
     are returned. With `drafts`, a pass over a single row may have drafts in each step.
 
     With `step_limits` there are several samples, at most `MAX_SEQUENCES`, of the last rows of as
-    many sequences, which are drafted for together. `step_limits[i]`, up to `num_steps`, is the most
-    tokens of draft i, and `min_probabilities[i]` its bound. Each further pass has the drafts that
-    have not ended.
+    many sequences, which run their steps together. `step_limits[i]`, up to `num_steps`, is the most
+    tokens of sequence i. With `probabilities` they are drafts, `min_probabilities[i]` is the bound
+    of draft i, and each further pass has the drafts that have not ended; without, all stop where
+    one of them does.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -686,8 +687,8 @@ class Output:
     decide, and `logits` are those of the last one, or of that one if it is the first;
     `probabilities` has one entry per token if `OutputSpec.probabilities` is set. `num_passes` is
     the number of passes of all steps, with one whose sample is left to the sampler. With
-    `OutputSpec.step_limits`, `steps[i]` has the tokens of draft i and `step_probabilities[i]` their
-    probabilities; both are empty where the backend has run one pass.
+    `OutputSpec.step_limits`, `steps[i]` has the tokens of sequence i and `step_probabilities[i]`
+    the probabilities of a draft's; both are empty where the backend has run one pass.
     """
 
     logits: Array

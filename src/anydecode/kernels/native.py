@@ -259,8 +259,8 @@ class NativeExecutor:
         if not self._can_continue or rows.tables[-1].ndim > 1:
             num_steps = 1
         if output_spec.step_limits:
-            if num_steps > 1 and self._can_draft_together(rows, samples):
-                return self._draft_together(output_spec, start, stop, captures, hidden)
+            if num_steps > 1 and self._can_step_together(rows, samples):
+                return self._step_together(output_spec, start, stop, captures, hidden)
             num_steps = 1
         if self._states is not None:
             num_steps = min(num_steps, self._states.max_steps)
@@ -275,7 +275,7 @@ class NativeExecutor:
         num_passes = 1
         if num_steps > 1:
             sampled = self._multi_step_tokens[:num_steps].tolist()
-        if output_spec.num_steps > 1:
+        if output_spec.num_steps > 1 and not output_spec.step_limits:
             count = next((i for i, token in enumerate(sampled) if token < 0), len(sampled))
             num_passes = count + (sampled[count : count + 1] == [-1])
             sampled = sampled[:count]
@@ -296,8 +296,8 @@ class NativeExecutor:
         """A name of the code that computes the passes; another build or variant has another."""
         return f"{self._library.variant} of {self._library.build}"
 
-    def _can_draft_together(self, rows: Rows, samples: list[SampleSpec]) -> bool:
-        """Whether a pass may draft for several sequences (`OutputSpec.step_limits`)."""
+    def _can_step_together(self, rows: Rows, samples: list[SampleSpec]) -> bool:
+        """Whether several sequences may have further steps (`OutputSpec.step_limits`)."""
         has_truncation = any(spec.truncation for spec in samples)
         return (
             self._states is None
@@ -305,7 +305,7 @@ class NativeExecutor:
             and not (has_truncation and self._pass.head_tokens)  # of which one is spread at a time
         )
 
-    def _draft_together(
+    def _step_together(
         self,
         output_spec: OutputSpec,
         start: int,
@@ -313,7 +313,7 @@ class NativeExecutor:
         captures: Any,
         hidden: dict[int, np.ndarray],
     ) -> Output:
-        """Run a bound pass that drafts for several sequences."""
+        """Run a bound pass with further steps of several sequences."""
         p, count, num_steps = self._pass, len(output_spec.samples), output_spec.num_steps
         self._bind_multi_step(count * num_steps, output_spec)
         limits = np.array(output_spec.step_limits, np.int32)
@@ -329,8 +329,9 @@ class NativeExecutor:
             length = next((i for i, token in enumerate(tokens) if token < 0), num_steps)
             num_passes = max(num_passes, length + (tokens[length : length + 1] == [-1]))
             steps.append(tokens[:length])
-            first = number * num_steps
-            chances.append(self._step_probabilities[first : first + length].tolist())
+            if output_spec.probabilities:
+                first = number * num_steps
+                chances.append(self._step_probabilities[first : first + length].tolist())
         logits = self._logits(len(output_spec.logits))
         sampled = [tokens[0] if tokens else -1 for tokens in steps]
         return Output(logits, hidden, sampled, [], num_passes, steps, chances)

@@ -29,6 +29,11 @@ class CostModel(Protocol):
         """Returns the number of other running sequences. Each adds about one row to every pass."""
         ...
 
+    def host_seconds(self, num_sequences: int) -> float:
+        """Returns what `seconds` counts beside the pass itself: the work of the engine before and
+        after it, which passes of one multi-step call share."""
+        ...
+
 
 #: The smallest duration of a pass, in seconds.
 MIN_SECONDS = 1e-6
@@ -184,6 +189,9 @@ class DefaultCosts:
 
     def num_others(self) -> int:
         return 0
+
+    def host_seconds(self, num_sequences: int) -> float:
+        return 0.0
 
 
 DEFAULT_COSTS = DefaultCosts()

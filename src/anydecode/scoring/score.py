@@ -195,7 +195,7 @@ class MultiStep:
         count: Maximum number of tokens.
         score: Returns the request that scores (tokens, number of extra tokens); see
             `Sequence.score`.
-        has_drafts: Whether that request has drafts, for itself only: it is the only one.
+        is_single: Whether that request is the only one, even if it brings fewer tokens.
         sampler: Set on return: the sampler advanced by all sampled tokens but the last, as
             `Sequence.emit` takes it.
     """
@@ -203,7 +203,7 @@ class MultiStep:
     sequence: SequenceData
     count: int
     score: Callable[[list[int], int], ScoreRequest]
-    has_drafts: bool = False
+    is_single: bool = False
     sampler: Sampler | None = None
 
     def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
@@ -224,7 +224,7 @@ class MultiStep:
                 sampler.advance(token)
             tokens += step_tokens
             inputs = step_tokens[-1:]
-            is_full = len(step_tokens) >= remaining or self.has_drafts
+            is_full = len(step_tokens) >= remaining or self.is_single
             if is_full or end_tokens is None or step_tokens[-1] in end_tokens:
                 self.sampler = sampler
                 return tokens

@@ -323,18 +323,22 @@ class Sequence(SequenceData):
             self, runner, [spans], row_positions, self._chain_parents(row_positions), row_tokens
         )
 
-    def multi_step(self, count: int, drafts: BurstDrafts | None = None) -> MultiStep:
+    def multi_step(
+        self, count: int, drafts: BurstDrafts | None = None, is_single: bool = False
+    ) -> MultiStep:
         """Returns an action that samples and scores up to `count` tokens in one go.
 
         Args:
             count: Maximum number of tokens.
             drafts: Drafts that the backend may find meanwhile, in a single request.
+            is_single: Whether to return after a single pass of the backend, which may have fewer
+                steps.
         """
         return MultiStep(
             self,
             count,
             lambda tokens, extra: self.score(tokens, extra_tokens=extra, drafts=drafts),
-            has_drafts=drafts is not None,
+            is_single=is_single or drafts is not None,
         )
 
     @property

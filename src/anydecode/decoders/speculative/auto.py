@@ -87,6 +87,8 @@ COST_TOKENS, COST_CONTEXT = 16, 64
 #: Weight of a round in the average of what rounds take beside their passes, and of a call or of
 #: recorded top tokens in the averages of their durations.
 ROUND_RATE, CALL_RATE = 0.05, 0.1
+#: Weight of a multi-step burst in company in the average of their numbers of steps.
+SHARED_RATE = 0.1
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
 _EMPTY_TREE = TokenTree()
@@ -362,13 +364,13 @@ class _Session:
             self.sequence.record(_EMPTY_TREE, [], [token], **facts)
 
     def multi_step(self, count: int) -> Decoding:
-        """Generate `count` tokens without drafts: in one burst if the sequence runs alone and the
-        backend supports it, else one token per pass."""
+        """Generate `count` tokens without drafts, in bursts where the backend supports them: in one
+        if the sequence runs alone, else in a single one, which other sequences may end early."""
         sequence, decoder = self.sequence, self._decoder
         is_alone, start = not self.cost_model.num_others(), len(sequence.tokens)
         while not sequence.finished and (remaining := start + count - len(sequence.tokens)) > 0:
             start_time = perf_counter()
-            request = sequence.multi_step(remaining if is_alone else 1)
+            request = sequence.multi_step(remaining, is_single=not is_alone)
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
@@ -376,6 +378,9 @@ class _Session:
             if sequence.trace is not None:
                 self._trace_undrafted(tokens, seconds_per_token)
             sequence.emit(tokens, request.sampler)
+            if not is_alone:
+                decoder.record_shared(len(tokens))
+                break
         self._num_undrafted = len(sequence.tokens) - start
         if self.model is not None:
             self.model.skip(self._num_undrafted)
@@ -443,6 +448,10 @@ class _Session:
             if self._can_multi_step() and not num_others:  # plain decoding is multi-step then
                 rounds = [seconds + decoder.round_seconds for seconds in passes[1:]]
                 self._costs = [passes[0] * decoder.multi_step_cost, *rounds]
+            elif self._can_multi_step():
+                saved = 1.0 - 1.0 / decoder.shared_steps  # of the work beside passes, by bursts
+                host_seconds = self.cost_model.host_seconds(num_others + 1)
+                self._costs = [max(0.5 * passes[0], passes[0] - saved * host_seconds), *passes[1:]]
             self._min_useful_probability = min_useful_probability(self._costs, num_others)
             self._costs_key = key
         return self._costs
@@ -534,6 +543,7 @@ class Auto(Decoder):
         self.max_model_drafts = max_model_drafts
         self.acceptance = TokenExact()
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row
+        self.shared_steps = 1.0  # of multi-step bursts in company
         self.round_seconds = 0.0  # that a round with drafts takes beside its pass
         self.num_rounds = 0  # measured ones
         self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
@@ -582,6 +592,10 @@ class Auto(Decoder):
         """Record the duration of a step of a multi-step burst, relative to a pass over one row."""
         relative_cost = min(max(seconds / pass_seconds, 0.5), 2.0)
         self.multi_step_cost += 0.1 * (relative_cost - self.multi_step_cost)
+
+    def record_shared(self, num_steps: int) -> None:
+        """Record the number of steps of a multi-step burst in company."""
+        self.shared_steps += SHARED_RATE * (num_steps - self.shared_steps)
 
     def record_call(self, seconds: float) -> None:
         """Record what a multi-step burst took beside its passes and its drafter's. The average

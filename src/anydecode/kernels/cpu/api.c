@@ -223,9 +223,10 @@ static int multi_step(const Pass *pass, int threads) {
   }
 }
 
-/* The same after a pass with several samples, one per draft. The others go on without those that
- * have ended, but all end where a sample is left to the caller. */
-static int drafts_together(const Pass *pass, int threads) {
+/* The same after a pass with several samples, one per sequence. Drafts, which have probabilities, go
+ * on without those that have ended; else all stop where one text may end. All stop where a sample is
+ * left to the caller, too. */
+static int steps_together(const Pass *pass, int threads) {
   int32_t tokens[MAX_SEQUENCES], positions[MAX_SEQUENCES], slots[MAX_SEQUENCES];
   int32_t tables[MAX_SEQUENCES], prefixes[MAX_SEQUENCES], adapters[MAX_SEQUENCES];
   int32_t rows[MAX_SEQUENCES], zeros[MAX_SEQUENCES] = {0}, numbers[MAX_SEQUENCES];
@@ -258,7 +259,7 @@ static int drafts_together(const Pass *pass, int threads) {
   next.inputs = pass->carries_states ? pass->stream : NULL;
   if (pass->adapters) next.adapters = adapters;
   for (int step = 0;; step++) {
-    int left = 0, ends = 0;
+    int left = 0, ends = is_interrupted(pass);
     for (int i = 0; i < n; i++) {
       int number = numbers[i];
       int64_t at = (int64_t)number * pass->num_steps + step;
@@ -268,11 +269,17 @@ static int drafts_together(const Pass *pass, int threads) {
         ends = 1;
         continue;
       }
-      double probability = probability_of(pass, specs[i].row, token);
-      pass->step_probabilities[at] = (float)probability;
-      paths[i] *= probability;
       if (step + 1 < pass->num_steps) pass->multi_step_tokens[at + 1] = NO_MORE;
-      if (paths[i] < pass->min_probabilities[number] || is_end_token(pass, token)) continue;
+      if (pass->step_probabilities) {
+        double probability = probability_of(pass, specs[i].row, token);
+        pass->step_probabilities[at] = (float)probability;
+        paths[i] *= probability;
+        if (paths[i] < pass->min_probabilities[number]) continue;
+      }
+      if (is_end_token(pass, token)) {
+        ends |= !pass->step_probabilities;
+        continue;
+      }
       if (step + 1 >= pass->step_limits[number]) continue;
       if (left < i) {
         numbers[left] = number;
@@ -307,7 +314,7 @@ EXPORT int anydecode_run(const Pass *pass, int threads) {
   if (pass->num_steps > 1 && pass->drafting) return drafting_steps(pass, threads);
   int problem = run_once(pass, threads);
   if (problem || pass->num_steps < 2) return problem;
-  return pass->num_samples > 1 ? drafts_together(pass, threads) : multi_step(pass, threads);
+  return pass->num_samples > 1 ? steps_together(pass, threads) : multi_step(pass, threads);
 }
 
 enum { READ_PARTS = 64 };

@@ -139,7 +139,7 @@ typedef struct {
 } BestToken;
 
 enum { NO_MORE = -2 };
-enum { MAX_SEQUENCES = 64 }; /* that a multi-step pass drafts for (interface.py: MAX_SEQUENCES) */
+enum { MAX_SEQUENCES = 64 }; /* of a multi-step pass (interface.py: MAX_SEQUENCES) */
 enum { MAX_DRAFTS = 32, MAX_MATCH = 64, NUM_BINS = 10 };
 
 /* A text that drafts are copied from. What generation continues has just matched the `match` tokens
@@ -237,8 +237,8 @@ struct Pass {
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
   int32_t team; /* of the threads that run the pass */
   Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
-  /* Of a multi-step pass with several samples, one per draft: the most tokens of each, up to
-   * num_steps, and the min_probability of each. Their tokens are in rows of num_steps. */
+  /* Of a multi-step pass with several samples, one per sequence: the most tokens of each, up to
+   * num_steps, and the min_probability of each draft. Their tokens are in rows of num_steps. */
   const int32_t *step_limits;
   const double *min_probabilities;
 };

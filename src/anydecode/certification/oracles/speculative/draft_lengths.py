@@ -23,6 +23,10 @@ class FixedCosts:
         """The number of other sequences."""
         return self.others
 
+    def host_seconds(self, num_sequences: int) -> float:
+        """What a step takes beside its pass: nothing."""
+        return 0.0
+
 
 def latest_copy(text: list[int], count: int) -> list[int]:
     """The `count` tokens that followed the latest occurrence of the longest repeated suffix of up
