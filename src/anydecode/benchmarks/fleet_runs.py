@@ -18,6 +18,7 @@ from anydecode.cluster.launcher import Launcher, LocalWorkers, Place
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.simulator.simulation import Arrival, Served
 from anydecode.cluster.simulator.trace_files import TracedRequest, arrivals
+from anydecode.errors import FleetError
 
 #: Serves requests, each at its time.
 Serve = Callable[[list[Arrival]], list[Served]]
@@ -32,6 +33,9 @@ def local_fleet(model: str, wanted: Sequence[Place], **engine: Any) -> Iterator[
         model: The model.
         wanted: The workers.
         **engine: Options of `LLM`, of which `anydecode cluster worker` has options of this name.
+
+    Raises:
+        FleetError: A worker has ended before all have joined.
     """
     secret = os.urandom(32).hex().encode()
     fleet = FleetLLM(model, secret, draft="none", **engine)
@@ -43,6 +47,8 @@ def local_fleet(model: str, wanted: Sequence[Place], **engine: Any) -> Iterator[
         launcher.start(wanted)
         try:
             while len(fleet.status()["workers"]) < len(wanted):
+                if launcher.num_workers < len(wanted):
+                    raise FleetError("a worker of the fleet has ended; its message says why")
                 time.sleep(0.1)
             warm_up(fleet, 2 * len(wanted))
             yield fleet

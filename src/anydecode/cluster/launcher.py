@@ -171,6 +171,11 @@ class Launcher:
             self._children.append(_Child(place, self._start(place), [time.monotonic()]))
         self._watch.start()
 
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that run or are started again."""
+        return len(self._children)
+
     def close(self) -> None:
         """End all workers."""
         self._is_closed.set()
