@@ -201,7 +201,7 @@ def test_requests_in_a_batch_choose_experts_apart(tmp_path: Path) -> None:
         ({"expert_capacity": 4}, "lacks 'delete_token_id'"),
         ({**OF_BLOCKS, "split_token_id": 64}, "split_token_id is 64; allowed is"),
         ({"use_qkv_bias": True}, "use_qkv_bias=true is not supported"),
-        ({"score_function": "softmax"}, "scoring_func is 'softmax'"),
+        ({"score_function": "softmax"}, "score_function is 'softmax'"),
     ],
 )
 def test_what_is_not_supported_raises_an_error(change: dict[str, object], message: str) -> None:

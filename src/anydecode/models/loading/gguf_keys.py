@@ -124,9 +124,9 @@ class Keys:
         if self.architecture not in (*ARCHITECTURES, *DRAFTERS):
             hint = advice(self.architecture.replace("-", "_"))
             raise CheckpointError(
-                f"{file.path}: architecture {self.architecture!r} is not supported; "
-                f"supported are {', '.join(sorted(ARCHITECTURES))}"
-                + (f". Of a folder with safetensors, {hint}" if hint else "")
+                f"{file.path}: architecture {self.architecture!r} is not supported"
+                + (f" (of a folder with safetensors, {hint})" if hint else "")
+                + f"; supported are {', '.join(sorted(ARCHITECTURES))}"
             )
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
