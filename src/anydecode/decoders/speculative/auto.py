@@ -87,7 +87,8 @@ COST_TOKENS, COST_CONTEXT = 16, 64
 #: Weight of a round in the average of what rounds take beside their passes, and of a call or of
 #: recorded top tokens in the averages of their durations.
 ROUND_RATE, CALL_RATE = 0.05, 0.1
-#: Weight of a multi-step burst in company in the average of their numbers of steps.
+#: Weight of a multi-step burst in company in the average of their numbers of steps, and of a search
+#: for a draft in that of those that find one.
 SHARED_RATE = 0.1
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
@@ -251,6 +252,8 @@ class _Session:
         self._draft_frequency += min(1.0, self._num_undrafted / FREQUENCY_WINDOW) * (
             bool(len(tree)) - self._draft_frequency
         )
+        if self.cost_model.num_others():
+            self._decoder.record_search(len(tree) > 0)
         self._num_undrafted = 1
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
@@ -449,7 +452,9 @@ class _Session:
                 rounds = [seconds + decoder.round_seconds for seconds in passes[1:]]
                 self._costs = [passes[0] * decoder.multi_step_cost, *rounds]
             elif self._can_multi_step():
-                saved = 1.0 - 1.0 / decoder.shared_steps  # of the work beside passes, by bursts
+                # What bursts save of the work beside passes, unless another sequence drafts anyway.
+                saved = 1.0 - 1.0 / decoder.shared_steps
+                saved *= (1.0 - decoder.draft_share) ** num_others
                 host_seconds = self.cost_model.host_seconds(num_others + 1)
                 self._costs = [max(0.5 * passes[0], passes[0] - saved * host_seconds), *passes[1:]]
             self._min_useful_probability = min_useful_probability(self._costs, num_others)
@@ -544,6 +549,7 @@ class Auto(Decoder):
         self.acceptance = TokenExact()
         self.multi_step_cost = 1.0  # of a multi-step token, relative to a pass over one row
         self.shared_steps = 1.0  # of multi-step bursts in company
+        self.draft_share = 0.5  # of searches in company: those that have found a draft
         self.round_seconds = 0.0  # that a round with drafts takes beside its pass
         self.num_rounds = 0  # measured ones
         self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
@@ -596,6 +602,10 @@ class Auto(Decoder):
     def record_shared(self, num_steps: int) -> None:
         """Record the number of steps of a multi-step burst in company."""
         self.shared_steps += SHARED_RATE * (num_steps - self.shared_steps)
+
+    def record_search(self, has_found: bool) -> None:
+        """Record whether a search in company has found a draft."""
+        self.draft_share += SHARED_RATE * (has_found - self.draft_share)
 
     def record_call(self, seconds: float) -> None:
         """Record what a multi-step burst took beside its passes and its drafter's. The average
