@@ -259,7 +259,7 @@ class NativeExecutor:
         if not self._can_continue or rows.tables[-1].ndim > 1:
             num_steps = 1
         if output_spec.step_limits:
-            if num_steps > 1 and self._can_step_together(rows, samples):
+            if num_steps > 1 and self._can_step_together(rows):
                 return self._step_together(output_spec, start, stop, captures, hidden)
             num_steps = 1
         if self._states is not None:
@@ -296,14 +296,9 @@ class NativeExecutor:
         """A name of the code that computes the passes; another build or variant has another."""
         return f"{self._library.variant} of {self._library.build}"
 
-    def _can_step_together(self, rows: Rows, samples: list[SampleSpec]) -> bool:
+    def _can_step_together(self, rows: Rows) -> bool:
         """Whether several sequences may have further steps (`OutputSpec.step_limits`)."""
-        has_truncation = any(spec.truncation for spec in samples)
-        return (
-            self._states is None
-            and all(table.ndim == 1 for table in rows.tables)
-            and not (has_truncation and self._pass.head_tokens)  # of which one is spread at a time
-        )
+        return self._states is None and all(table.ndim == 1 for table in rows.tables)
 
     def _step_together(
         self,

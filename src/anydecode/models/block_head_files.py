@@ -82,21 +82,29 @@ def _read_prefix(
     key = next((key for key in _RANK_KEYS if options.get(key) is not None), _RANK_KEYS[0])
     width, rank = int_value(options, "gru_hidden_dim"), int_value(options, key)
     second = reader.matrix(f"{module}embed_proj.2", (spec.num_logits, rank), is_outer=True)
-    corrections = ModelSpec(
-        architecture="Domino",
-        vocab_size=spec.num_logits,
-        hidden_size=rank,
-        max_positions=spec.max_positions,
-        norm_eps=spec.norm_eps,
-        layers=(LayerSpec(None, None, mlp="none"),),
-        has_final_norm=False,
-    )
+    corrections = _without_layers(spec, "Domino", spec.num_logits, rank)
     return PrefixHead(
         Network(corrections, ModelWeights(second, [LayerWeights()], None, second)),
         reader.tensor(f"{unit}.weight_ih_l0", (3 * width, spec.hidden_size)),
         reader.tensor(f"{unit}.weight_hh_l0", (3 * width, width)),
         reader.tensor(f"{module}embed_proj.0.weight", (rank, spec.hidden_size + width)),
         int_value(options, "pure_draft_prefix_len", 0, low=0),
+    )
+
+
+def _without_layers(
+    spec: ModelSpec, architecture: str, vocab_size: int, rank: int, head_size: int = 0
+) -> ModelSpec:
+    """The spec of a table of `rank` numbers per token with a head, beside a drafter with `spec`."""
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=rank,
+        max_positions=spec.max_positions,
+        norm_eps=spec.norm_eps,
+        layers=(LayerSpec(None, None, mlp="none"),),
+        has_final_norm=False,
+        head_size=head_size,
     )
 
 
@@ -113,16 +121,7 @@ def _read_markov(
         return None
     first = reader.matrix(name, (spec.vocab_size, rank), is_outer=True)
     second = reader.matrix(f"{name[:-1]}2", (spec.num_logits, rank), is_outer=True)
-    bigrams = ModelSpec(
-        architecture="Markov",
-        vocab_size=spec.vocab_size,
-        hidden_size=rank,
-        max_positions=spec.max_positions,
-        norm_eps=spec.norm_eps,
-        layers=(LayerSpec(None, None, mlp="none"),),
-        has_final_norm=False,
-        head_size=spec.head_size,
-    )
+    bigrams = _without_layers(spec, "Markov", spec.vocab_size, rank, spec.head_size)
     weights = ModelWeights(first, [LayerWeights()], None, second, head_tokens=tokens)
     kind = options.get("markov_head_type") or "vanilla"
     head = MarkovHead(kind, Network(bigrams, weights))

@@ -225,17 +225,6 @@ static void run_scan(const Step *s, int head, int thread) {
   scan_head(pass, s->op, head, scratch, buffer(s, s->op->out));
 }
 
-/* The first of the ascending head tokens that is at least `token`. */
-static int32_t head_column(const Pass *pass, int64_t token) {
-  int32_t low = 0, high = pass->head_size;
-  while (low < high) {
-    int32_t middle = low + (high - low) / 2;
-    if (pass->head_tokens[middle] < token) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 static void run_sample(const Plan *plan, int part, int parts) {
   const Pass *pass = plan->pass;
   int64_t n = sampled_tokens(pass), first = n * part / parts & ~(int64_t)15, last = n;

@@ -96,7 +96,10 @@ static void reduce_samples(const Plan *plan) {
     spec->token = (int32_t)best->token;
     if (!spec->truncation) continue;
     const float *logits = pass->logits + (int64_t)spec->row * pass->head_size;
-    if (pass->head_tokens) logits = pass->spread;
+    if (pass->head_tokens) { /* `spread` has the logits of the last sample */
+      for (int j = 0; j < pass->head_size; j++) pass->spread[pass->head_tokens[j]] = logits[j];
+      logits = pass->spread;
+    }
     spec->token = chosen->sample_truncated(spec, logits, sampled_tokens(pass));
   }
 }
@@ -121,21 +124,10 @@ static int is_end_token(const Pass *pass, int32_t token) {
 /* Whether another thread wants the pass to end after the present step. */
 static int is_interrupted(const Pass *pass) { return pass->interrupt && *pass->interrupt; }
 
-/* The column of a token of a head without all tokens. */
-static int32_t column_of(const Pass *pass, int32_t token) {
-  int32_t low = 0, high = pass->head_size - 1;
-  while (low < high) {
-    int32_t middle = low + (high - low) / 2;
-    if (pass->head_tokens[middle] < token) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
 /* The probability of the token that was sampled from the logits of `row`. */
 static double probability_of(const Pass *pass, int32_t row, int32_t token) {
   const float *logits = pass->logits + (int64_t)row * pass->head_size;
-  float logit = logits[pass->head_tokens ? column_of(pass, token) : token];
+  float logit = logits[pass->head_tokens ? head_column(pass, token) : token];
   return portable_exp((double)logit - chosen->logsumexp(logits, pass->head_size));
 }
 

@@ -87,4 +87,15 @@ INLINE int state_heads(const Plan *plan, const Op *op) {
  * plan is valid until the calling thread's next call. */
 int make_plan(const Pass *pass, int threads, Plan *plan);
 
+/* The first of the ascending head tokens that is at least `token`. */
+INLINE int32_t head_column(const Pass *pass, int64_t token) {
+  int32_t low = 0, high = pass->head_size;
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if (pass->head_tokens[middle] < token) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 #endif

@@ -14,8 +14,7 @@ def advice(model_type: Any) -> str:
         return ""
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
-    name = "transformers"
-    return f"{name} has it, with fewer guarantees: backend={name!r} (--backend {name})"
+    return _advice("has")
 
 
 def quantization_advice(method: Any) -> str:
@@ -26,5 +25,9 @@ def quantization_advice(method: Any) -> str:
         return ""
     if not isinstance(method, str) or method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         return ""
+    return f"; {_advice('reads')}"
+
+
+def _advice(verb: str) -> str:
     name = "transformers"
-    return f"; {name} reads it, with fewer guarantees: backend={name!r} (--backend {name})"
+    return f"{name} {verb} it, with fewer guarantees: backend={name!r} (--backend {name})"

@@ -86,6 +86,15 @@ def head_dim(config: Config) -> int:
     return int_value(config, "head_dim", int_value(config, "hidden_size") // heads, high=MAX_COUNT)
 
 
+def rotary_size(config: Config) -> dict[str, Any]:
+    """The share of a head that rotates, of configs with `rotary_dim`, the size of that part."""
+    if config.get("rotary_dim") is None:
+        return {}
+    dim = head_dim(config)
+    size = int_value(config, "rotary_dim", high=dim)
+    return {"partial_rotary_factor": rotary_share(size, dim)}
+
+
 def rotary_share(size: int, head_dim: int) -> float:
     """The share of a head that rotates, of which `head_dim` times, rounded down, is `size`."""
     share = size / head_dim

@@ -10,11 +10,9 @@ from anydecode.models.families.patterns import FULL
 from anydecode.models.families.recurrent import LIGHTNING
 from anydecode.models.families.values import (
     Config,
-    head_dim,
-    int_value,
     list_value,
     num_layers,
-    rotary_share,
+    rotary_size,
 )
 from anydecode.models.limits import refusal
 
@@ -36,11 +34,7 @@ def _sizes(config: Config) -> dict[str, Any]:
         raise refusal(key, config[key], "0: experts that all tokens share are not supported")
     if config.get("postnorm") is False:
         raise refusal("postnorm", False, "true")
-    if config.get("rotary_dim") is None:
-        return {}
-    dim = head_dim(config)
-    size = int_value(config, "rotary_dim", high=dim)
-    return {"partial_rotary_factor": rotary_share(size, dim)}
+    return rotary_size(config)
 
 
 FAMILIES = {

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import all_full
-from anydecode.models.families.values import Config, head_dim, int_value, rotary_share
+from anydecode.models.families.values import rotary_size
 
 _NAME = "MiniMaxM2ForCausalLM"
-
-
-def _rotary_share(config: Config) -> dict[str, Any]:
-    """Published configs have the rotary size of a head."""
-    if config.get("rotary_dim") is None:
-        return {}
-    dim = head_dim(config)
-    size = int_value(config, "rotary_dim", high=dim)
-    return {"partial_rotary_factor": rotary_share(size, dim)}
 
 
 FAMILIES = {
@@ -28,7 +17,7 @@ FAMILIES = {
         is_own=lambda config: _NAME in (config.get("architectures") or ()),
         qk_norm="full",
         has_partial_rotary=True,
-        derived=_rotary_share,
+        derived=rotary_size,
         defaults={"head_dim": 128, "rope_theta": 5e6},
         moe=MixtureOfExperts("intermediate_size", scoring="sigmoid", has_selection_bias=True),
     )
