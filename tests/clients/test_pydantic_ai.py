@@ -65,7 +65,11 @@ async def test_a_tool_runs_before_typed_output(model: Any) -> None:
     )
     calls: list[Any] = []
 
-    @agent.tool_plain
+    async def before_its_first_call(context: Any, definition: Any) -> Any:
+        # A model this small may call a tool in every round; without it, only the output is left.
+        return None if calls else definition
+
+    @agent.tool_plain(prepare=before_its_first_call)
     def look_up(trip: Trip) -> str:
         """Look a trip up."""
         calls.append(trip)
@@ -73,7 +77,7 @@ async def test_a_tool_runs_before_typed_output(model: Any) -> None:
 
     result = await agent.run("Which city?", usage_limits=pydantic_ai.UsageLimits(request_limit=9))
     assert type(result.output) is City
-    assert all(type(call) is Trip for call in calls)
+    assert calls and all(type(call) is Trip for call in calls)
 
 
 async def test_errors_are_typed(url: str, keyed_url: str, model: Any) -> None:
