@@ -1,5 +1,6 @@
 """The engine's promises for models with latent attention (DeepSeek), whose cache has one row per
-position: the same text whatever the batch, the cache, the drafter and the number of restarts."""
+position, and for those whose rows attend to selected positions (DeepSeek-V3.2, GLM-5): the same
+text whatever the batch, the cache, the drafter and the number of restarts."""
 
 from __future__ import annotations
 
@@ -32,53 +33,74 @@ SETTINGS: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+#: The prompts and texts have several times as many positions as a row attends to.
+INDEXER = {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 16}
+#: kind -> (classes of `transformers`, settings)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("DeepseekV3", SETTINGS),
+    "sparse": ("DeepseekV32", {**SETTINGS, **INDEXER}),
+    "shared": (
+        "GlmMoeDsa",
+        {**SETTINGS, **INDEXER, "n_group": 1, "topk_group": 1}
+        | {"indexer_types": ["full", "full", "shared"]},
+    ),
+}
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
 
 @functools.cache
-def model(seed: int = 0, threads: int = 1, backend: str = BACKEND) -> Any:
-    theirs = hf_model("DeepseekV3", seed, vocab_size=ByteTokenizer().vocab_size, **SETTINGS)
+def model(kind: str, seed: int = 0, threads: int = 1, backend: str = BACKEND) -> Any:
+    family, settings = KINDS[kind]
+    theirs = hf_model(family, seed, vocab_size=ByteTokenizer().vocab_size, **settings)
     return own_model(theirs, executor=choose_executor(backend, threads=threads))
 
 
-def texts(prompts: list[str], engine: dict[str, Any], **options: Any) -> list[Any]:
+def texts(kind: str, prompts: list[str], engine: dict[str, Any], **options: Any) -> list[Any]:
     """The tokens after each prompt, generated together."""
-    with LLM(model(), tokenizer=ByteTokenizer(), **engine) as llm:
+    with LLM(model(kind), tokenizer=ByteTokenizer(), **engine) as llm:
         found = llm.generate(prompts, **{**OPTIONS, **options})
         llm.engine.check_integrity()
         return [one.tokens for one in found]
 
 
 @functools.cache
-def alone(cache_positions: int = 512, **options: Any) -> list[Any]:
+def alone(kind: str, cache_positions: int = 512, **options: Any) -> list[Any]:
     """The tokens after each prompt, each by itself, without a prefix cache."""
     engine = {"prefix_cache": False, "cache_positions": cache_positions}
-    return [texts([prompt], engine, **options)[0] for prompt in PROMPTS]
+    return [texts(kind, [prompt], engine, **options)[0] for prompt in PROMPTS]
 
 
-def test_the_cache_holds_the_latent_alone() -> None:
-    cache = model().new_cache(8, "float16")
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_cache_holds_the_latent_and_the_key_of_each_indexer(kind: str) -> None:
+    cache = model(kind).new_cache(8, "float16")
     size = SETTINGS["kv_lora_rank"] + SETTINGS["qk_rope_head_dim"]
-    assert bytes_per_position(cache) == 2 * size * SETTINGS["num_hidden_layers"]
+    num_indexers = {"dense": 0, "sparse": 3, "shared": 2}[kind]
+    keys = num_indexers * INDEXER["index_head_dim"]
+    assert bytes_per_position(cache) == 2 * (size * SETTINGS["num_hidden_layers"] + keys)
 
 
 @pytest.mark.parametrize("row_budget", [1, 5, 512])
-def test_batches_and_chunks(row_budget: int) -> None:
-    assert texts(PROMPTS, {"row_budget": row_budget, "cache_positions": 1024}) == alone()
+def test_batches_and_chunks(kind: str, row_budget: int) -> None:
+    engine = {"row_budget": row_budget, "cache_positions": 1024}
+    assert texts(kind, PROMPTS, engine) == alone(kind)
 
 
-def test_preempted_requests_start_again_with_the_same_text() -> None:
-    with LLM(model(), tokenizer=ByteTokenizer(), cache_positions=160) as llm:
+def test_preempted_requests_start_again_with_the_same_text(kind: str) -> None:
+    with LLM(model(kind), tokenizer=ByteTokenizer(), cache_positions=160) as llm:
         found = [one.tokens for one in llm.generate(PROMPTS, **OPTIONS)]
         assert llm.engine.num_preemptions
         llm.engine.check_integrity()
-    assert found == alone()
+    assert found == alone(kind)
 
 
-def test_cached_and_spilled_prefixes() -> None:
+def test_cached_and_spilled_prefixes(kind: str) -> None:
     engine = {"cache_positions": 128, "prefix_spill": "memory"}
-    expected = alone()
-    with LLM(model(), tokenizer=ByteTokenizer(), **engine) as llm:
+    expected = alone(kind)
+    with LLM(model(kind), tokenizer=ByteTokenizer(), **engine) as llm:
         for _ in range(2):
             found = [llm.generate(prompt, **OPTIONS).tokens for prompt in PROMPTS]
             assert found == expected
@@ -90,44 +112,49 @@ def test_cached_and_spilled_prefixes() -> None:
 @pytest.mark.parametrize(
     "decoder", ["auto", "multi-step", "prompt-lookup", "opt-tree", "fixed-tree", "layerskip"]
 )
-def test_drafts_and_trees(decoder: str, temperature: float) -> None:
-    engine = {"draft": model(1), "cache_positions": 2048}
-    expected = alone(temperature=temperature)
-    assert texts(PROMPTS, engine, decoder=decoder, temperature=temperature) == expected
+def test_drafts_and_trees(kind: str, decoder: str, temperature: float) -> None:
+    engine = {"draft": model(kind, 1), "cache_positions": 2048}
+    if (kind, decoder) == ("shared", "layerskip"):
+        with pytest.raises(UnsupportedCombinationError, match="an earlier one has selected"):
+            texts(kind, PROMPTS, engine, decoder=decoder)
+        return
+    expected = alone(kind, temperature=temperature)
+    assert texts(kind, PROMPTS, engine, decoder=decoder, temperature=temperature) == expected
 
 
-def test_beams_share_rows() -> None:
+def test_beams_share_rows(kind: str) -> None:
     options = {"decoder": "beam:width=3", "temperature": 0.0}
-    assert texts(PROMPTS, {"cache_positions": 2048}, **options) == alone(**options)
+    found = texts(kind, PROMPTS, {"cache_positions": 2048}, **options)
+    assert found == alone(kind, **options)
 
 
 @pytest.mark.parametrize("format", CACHE_FORMATS)
-def test_cache_formats(format: str) -> None:
+def test_cache_formats(kind: str, format: str) -> None:
     """The same text in batches as alone."""
     engine = {"cache": format, "cache_positions": 512, "prefix_cache": False}
-    found = texts(PROMPTS, engine)
-    assert found == [texts([prompt], engine)[0] for prompt in PROMPTS]
+    found = texts(kind, PROMPTS, engine)
+    assert found == [texts(kind, [prompt], engine)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("length", [40, 300])
-def test_segments_of_a_long_text_on_several_threads(length: int) -> None:
+def test_segments_of_a_long_text_on_several_threads(kind: str, length: int) -> None:
     """With two threads, the attention of one row is divided by heads and by positions."""
     if BACKEND != "native":
         pytest.skip("the native kernels are not available here")
     tokens = np.random.default_rng(0).integers(3, 250, length).tolist()
-    expected = logits(model(), chain(tokens), model().new_cache(512))
-    other = model(threads=2)
+    expected = logits(model(kind), chain(tokens), model(kind).new_cache(512))
+    other = model(kind, threads=2)
     cache = other.new_cache(512)
     logits(other, chain(tokens[:-1]), cache)
     assert np.array_equal(logits(other, chain(tokens[-1:], length - 1), cache)[-1], expected[-1])
-    reference = logits(model(backend="torch"), chain(tokens), model().new_cache(512))
+    reference = logits(model(kind, backend="torch"), chain(tokens), model(kind).new_cache(512))
     assert np.abs(expected - reference).max() < 1e-4
 
 
 @pytest.mark.parametrize("decoder", ["fastkv", "mustdrop", "quickprefill"])
-def test_methods_that_remove_positions(decoder: str) -> None:
+def test_methods_that_remove_positions(kind: str, decoder: str) -> None:
     """They read keys and move rows, of which values are a part."""
-    found = texts(PROMPTS, {"cache_positions": 2048}, decoder=decoder)
+    found = texts(kind, PROMPTS, {"cache_positions": 2048}, decoder=decoder)
     assert [len(tokens) for tokens in found] == [OPTIONS["max_tokens"]] * len(PROMPTS)
 
 
@@ -155,7 +182,7 @@ def test_the_triton_kernels_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_gear_is_refused() -> None:
+def test_gear_is_refused(kind: str) -> None:
     with pytest.raises(UnsupportedCombinationError, match="keys and values") as caught:
-        texts(PROMPTS, {"cache_positions": 512}, decoder="gear")
+        texts(kind, PROMPTS, {"cache_positions": 512}, decoder="gear")
     assert "\n" not in str(caught.value)

@@ -20,7 +20,7 @@ from gguf_models import finish, start_writer
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import LATENT_SIZES, built, chain, hf_logits, hf_model, logits, own_model
 
-TOKENS = [(7 * i + 3) % 131 for i in range(40)]
+TOKENS = [(7 * i + 4) % 131 for i in range(40)]
 SETTINGS: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -76,7 +76,7 @@ CASES["minicpm3"] = (
     },
     False,
 )
-INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 128}
+INDEXER = {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 128}
 CASES["deepseek32"] = (
     "DeepseekV32",
     {

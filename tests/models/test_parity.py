@@ -177,8 +177,8 @@ DEEPSEEK_V32: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "n_group": 2,
     "topk_group": 1,
-    "index_topk": 128,
-    "index_n_heads": 2,
+    "index_topk": 8,
+    "index_n_heads": 8,
     "index_head_dim": 16,
 }
 #: The first layer has full attention: `transformers` counts cached positions by it.
@@ -957,6 +957,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK_V32, "rope_parameters": {**DEEPSEEK_ROPE, "factor": 16.0}},
     ),
     "glm moe dsa": ("GlmMoeDsa", {**DEEPSEEK_V32, "n_group": 1}),
+    "glm moe dsa with shared indexers": (
+        "GlmMoeDsa",
+        {**DEEPSEEK_V32, "n_group": 1, "indexer_types": ["full", "shared", "shared"]},
+    ),
     "minimax": ("MiniMax", MINIMAX),
     "minimax alternating": (
         "MiniMax",

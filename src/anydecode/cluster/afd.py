@@ -98,10 +98,15 @@ def split_costs(network: Network, name: str, context: float, number_bytes: float
     for spec, weights in zip(network.spec.layers, network.weights.layers, strict=True):
         shape, mlp = spec.attention, weights.mlp
         assert shape is not None and mlp is not None, "checked by `check_split`"
-        positions = min(context, shape.window or context, shape.chunk or context)
+        limits = (shape.window, shape.chunk, shape.top_k)
+        positions = min(context, *(limit or context for limit in limits))
         core += 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * positions
         own_value = 0 if shape.latent_dim is not None else shape.head_dim
-        cached += shape.num_kv_heads * (shape.head_dim + own_value) * positions * number_bytes
+        numbers = shape.num_kv_heads * (shape.head_dim + own_value) * positions
+        if spec.indexer is not None:
+            core += 2 * spec.indexer.num_heads * spec.indexer.head_dim * context
+            numbers += spec.indexer.head_dim * context
+        cached += numbers * number_bytes
         ffn = {id(weight): weight for weight in mlp_matrices(mlp)}
         for weight in weights.matrices:
             if id(weight) not in ffn:

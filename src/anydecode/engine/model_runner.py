@@ -199,7 +199,8 @@ class ModelRunner:
                 continue
             planned.add(request.sequence.root.id)
             try:
-                if span.start and (spec.per_layer_size or spec.memory_size):
+                needs_start = spec.per_layer_size or spec.memory_size or spec.shares_selections
+                if span.start and needs_start:
                     raise late_start_error(self.model.name)
                 builder.add(item)
             except Exception as error:

@@ -50,10 +50,11 @@ def new_cache(
 
     def empty(shape: Attention | None, is_value: bool) -> np.ndarray:
         dtype = cache_dtype(format)
-        if shape is None or (is_value and shape.latent_dim is not None):
+        dim = stored_numbers(shape, is_value)
+        if shape is None or not dim:
             return np.empty((num_slots, 1, 0), dtype)
         # Each head's slots are contiguous, so that consecutive slots are read sequentially.
-        size = (shape.num_kv_heads, num_slots, stored_width(format, shape.head_dim))
+        size = (shape.num_kv_heads, num_slots, stored_width(format, dim))
         return mapped_zeros(size, dtype).swapaxes(0, 1)
 
     inputs = {
@@ -64,6 +65,15 @@ def new_cache(
     states = StatePool(recurrences) if has_states else None
     keys, values = ([empty(shape, is_value) for shape in shapes] for is_value in (False, True))
     return KeyValues(keys, values, format, inputs, states)
+
+
+def stored_numbers(shape: Attention | None, is_value: bool) -> int:
+    """Numbers of one head's key or value in a slot; with latent attention those of the indexer's
+    key are in place of a value."""
+    if shape is None:
+        return 0
+    is_index = is_value and shape.latent_dim is not None
+    return (shape.index_dim or 0) if is_index else shape.head_dim
 
 
 def check_cache_format(format: str) -> None:

@@ -16,6 +16,7 @@ from anydecode.kernels.cache import (
     cache_dtype,
     check_cache_format,
     new_cache,
+    stored_numbers,
     stored_width,
 )
 from anydecode.kernels.formats import dequantize_rows
@@ -103,9 +104,10 @@ class TorchExecutor(ABC):
         dtype = as_tensor(np.empty(0, cache_dtype(format))).dtype
 
         def empty(shape: Attention | None, is_value: bool) -> torch.Tensor:
-            if shape is None or (is_value and shape.latent_dim is not None):
+            dim = stored_numbers(shape, is_value)
+            if shape is None or not dim:
                 return torch.zeros((num_slots, 1, 0), dtype=dtype, device=self.device)
-            width = stored_width(format, shape.head_dim)
+            width = stored_width(format, dim)
             size = (num_slots, shape.num_kv_heads, width)
             return torch.zeros(size, dtype=dtype, device=self.device)
 

@@ -168,6 +168,11 @@ class Attention:
     latent_dim: int | None = None
     # Numbers of one head's value, if fewer than head_dim (MiMo-V2); a slot has room for head_dim.
     value_size: int | None = None
+    # A row attends to so many of the positions that it sees, those that an indexer has selected
+    # last (`Backend.select`; DeepSeek-V3.2, arXiv:2512.02556). None: to all.
+    top_k: int | None = None
+    # Numbers of the indexer's key, which is stored in place of values; None: there is no indexer.
+    index_dim: int | None = None
 
     @property
     def value_dim(self) -> int:
@@ -746,7 +751,28 @@ class Backend(ABC):
 
     @abstractmethod
     def store(self, k: Any, v: Any, layer: int, shape: Attention) -> None:
-        """Store k and v in each row's slot of `layer`. v is None if `shape.latent_dim` is set."""
+        """Store k and v in each row's slot of `layer`. If `shape.latent_dim` is set, v is the
+        indexer's key, or None."""
+
+    @abstractmethod
+    def select(
+        self, q: Any | None, weights: Any | None, num_heads: int, layer: int, shape: Attention
+    ) -> None:
+        """Select the `shape.top_k` positions that each row attends to in `layer`, and in later
+        layers whose shape has a `top_k`.
+
+        The score of a position is the sum over the indexer's heads of weight * max(q @ key, 0). The
+        positions with the largest scores are selected, of equal ones the lower. A row that sees no
+        more than `top_k` positions attends to all.
+
+        Args:
+            q: The indexer's queries, `num_heads` of `shape.index_dim` numbers; None: the positions
+                are those that an earlier layer has selected.
+            weights: One number per head.
+            num_heads: Heads of the indexer.
+            layer: Whose slots have the indexer's keys.
+            shape: The shape of the layer's attention.
+        """
 
     @abstractmethod
     def attend(
@@ -757,7 +783,8 @@ class Backend(ABC):
         sinks: np.ndarray | None = None,
         biases: Biases | None = None,
     ) -> Any:
-        """Attention over `Rows`, to the keys and values that are stored in `layer`.
+        """Attention over `Rows`, to the keys and values that are stored in `layer`. With
+        `shape.top_k` it follows `select`.
 
         That may be an earlier layer, whose keys and values several layers share. The result has
         `shape.value_dim` numbers per head. `sinks` is float32 `[num_heads]`: the score of a key of

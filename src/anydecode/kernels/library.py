@@ -86,7 +86,7 @@ class Op(ctypes.Structure):
         *((name, c_int64) for name in ("a", "b", "c", "out")),
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
-        *((name, c_int32) for name in ("chunk", "reach")),
+        *((name, c_int32) for name in ("chunk", "reach", "top_k", "index_dim")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),
@@ -208,6 +208,7 @@ class Pass(ctypes.Structure):
         ("team", c_int32),
         ("drafting", pointer),
         *((name, pointer) for name in ("step_limits", "min_probabilities")),
+        *((name, pointer) for name in ("selected", "selected_rows")),
     ]
 
 

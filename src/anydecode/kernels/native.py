@@ -204,6 +204,7 @@ class NativeExecutor:
         self._step_probabilities = np.empty(0, np.float32)
         self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
+        self._top_k = max((shape.top_k or 0 for shape in self.program.shapes), default=0)
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
         self._pass.attention_scratch_floats = floats
@@ -212,6 +213,7 @@ class NativeExecutor:
 
     def _scratch_floats(self) -> int:
         sizes = {(s.head_dim, s.num_heads // s.num_kv_heads) for s in self.program.shapes}
+        sizes |= {(dim, 1) for dim in self.program.index_dims}
         floats = [int(self._library.attention_floats(*size)) for size in sizes]
         sizes = {(s.head_dim, s.state_size) for s in self.program.recurrences}
         floats += [int(self._library.recurrence_floats(*size)) for size in sizes]
@@ -392,6 +394,7 @@ class NativeExecutor:
     def begin(self, rows: Rows, cache: KeyValues) -> None:
         """Start a pass: the following `layers` calls belong to it."""
         self._rows, self._cache_in_use, self._bound_rows = rows, cache, None
+        self._reserve(len(rows), 0)  # what layers select is kept until the pass ends
         if cache.inputs:
             self._begin_states(rows, cache)
 
@@ -503,6 +506,9 @@ class NativeExecutor:
             for index, name in enumerate(_INT_FIELDS):
                 setattr(p, name, address_of(b.ints[index]))
             p.stream = address_of(b.stream)
+            if self._top_k:
+                self._selected = np.empty((b.rows, self._top_k), np.int32)
+                p.selected = address_of(self._selected)
             p.logit_rows = address_of(b.ints[len(_INT_FIELDS) + 1])
         if logits > b.logits:
             b.grow_logits(logits, self._num_logits)
@@ -529,6 +535,10 @@ class NativeExecutor:
                 rows.adapters if active is None else rows.adapters[active]
             )
             p.adapters = address_of(ints[len(_INT_FIELDS)])
+        p.selected_rows = None
+        if self._top_k and active is not None:
+            self._selected_rows = active.astype(np.int32)
+            p.selected_rows = address_of(self._selected_rows)
         self._bind_tables(rows)
         self._bind_cache(cache)
         if self._states is not None:

@@ -63,6 +63,8 @@ class NativeBackend(Backend):
         self.targets: list[str] = []
         self.keepalive: list[Any] = []  # objects that the ops point to
         self.shapes: list[Attention] = []
+        self.index_dims: set[int] = set()
+        self.selected: Value | None = None  # stands for the positions that a layer has selected
         self.recurrences: list[Recurrence] = []
         self.shared_steps: list[Step] = []  # those that compute the shared values
         self.shared_values: dict[Any, Value] = {}
@@ -72,6 +74,7 @@ class NativeBackend(Backend):
         """Start a new list of steps. Only the rotary tables and the values of `shared` are shared
         between lists."""
         self.steps = []
+        self.selected = None
         self._quantised = {}
 
     def _record(self, code: Code, inputs: tuple[Value, ...], width: int, **fields: Any) -> Value:
@@ -157,6 +160,18 @@ class NativeBackend(Backend):
         fields = {**_cache_fields(layer, shape), "kv_heads": shape.num_kv_heads, "width": k.width}
         self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
 
+    def select(
+        self, q: Value | None, weights: Value | None, num_heads: int, layer: int, shape: Attention
+    ) -> None:
+        fields = {**_cache_fields(layer, shape), "heads": num_heads}
+        scores: tuple[Value, ...] = ()
+        if q is not None and weights is not None:
+            scores = (self._record(Code.INDEX, (q, weights), 1, **fields),)
+            self.steps[-1].cache = "read"
+            self.index_dims.add(q.width // num_heads)
+        self.selected, count = Value(1), int(q is not None)
+        self.steps.append(Step(Code.SELECT, scores, self.selected, {**fields, "count": count}))
+
     def attend(
         self,
         q: Value,
@@ -186,7 +201,8 @@ class NativeBackend(Backend):
             limits["slopes"] = self._keep_vector(biases.ravel())
             limits["reach"] = biases.shape[1] // 2
         width = shape.num_heads * shape.value_dim
-        out = self._record(Code.ATTEND, (q,), width, **fields, **limits)
+        inputs = (q,) if self.selected is None else (q, self.selected)
+        out = self._record(Code.ATTEND, inputs, width, **fields, **limits)
         self.steps[-1].cache = "read"
         limits |= {"width": width, "width_out": width}
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
@@ -421,6 +437,8 @@ def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
         "head_dim": shape.head_dim,
         "value_dim": shape.value_dim,
         "is_latent": is_latent,
+        "top_k": shape.top_k or 0,
+        "index_dim": shape.index_dim or 0,
     }
 
 
@@ -449,6 +467,7 @@ class Program:
     body_floats: int
     head_floats: int
     shapes: list[Attention]
+    index_dims: set[int]
     recurrences: list[Recurrence]
     embedding: Matrix
     targets: list[str]
@@ -498,7 +517,7 @@ def record(
     array = (Op * len(ops))(*ops)
     return Program(
         array, len(ops), len(prologue), starts, len(steps), body, head_floats, backend.shapes,
-        backend.recurrences, matrix, backend.targets, backend.keepalive,
+        backend.index_dims, backend.recurrences, matrix, backend.targets, backend.keepalive,
     )  # fmt: skip
 
 

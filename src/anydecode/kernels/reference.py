@@ -64,6 +64,7 @@ class _BoundRows:
     positions: torch.Tensor  # int64 [m]
     max_position: int
     scan: Scan | None  # of the recurrences
+    selected: dict[int, np.ndarray]  # positions that layers have selected, by row of the pass
     windows: dict[int, torch.Tensor] = field(default_factory=dict)  # by size, see `windows`
     shared: dict[Any, torch.Tensor] = field(default_factory=dict)
 
@@ -84,6 +85,7 @@ class ReferenceBackend(Backend):
         self._rotary: dict[Rope, elementary.RotaryTable] = {}
         self._position_tables: dict[Weight, torch.Tensor] = {}
         self._bound: _BoundRows | None = None
+        self._selected: tuple[Rows | None, dict[int, np.ndarray]] = (None, {})
 
     def bind(
         self,
@@ -97,6 +99,8 @@ class ReferenceBackend(Backend):
         the steps of their recurrences, if there are any with a state."""
         index = index.astype(np.int64)
         positions = rows.positions[index].astype(np.int64)
+        if self._selected[0] is not rows:
+            self._selected = rows, {}
         self._bound = _BoundRows(
             rows,
             index,
@@ -105,6 +109,7 @@ class ReferenceBackend(Backend):
             torch.from_numpy(positions).to(self.device),
             int(positions.max(initial=0)),
             scan,
+            self._selected[1],
         )
 
     def unbind(self) -> None:
@@ -190,8 +195,50 @@ class ReferenceBackend(Backend):
         format = bound.cache.format
         keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
         if v is not None:
-            encoded = _encode(format, v[stored_rows].view(*heads, shape.value_dim))
+            size = shape.value_dim if shape.latent_dim is None else shape.index_dim or 0
+            encoded = _encode(format, v[stored_rows].view(*heads, size))
             values[target, :, : encoded.shape[-1]] = encoded
+
+    def select(
+        self,
+        q: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        num_heads: int,
+        layer: int,
+        shape: Attention,
+    ) -> None:
+        if q is None or weights is None:
+            return
+        bound, dim, top_k = self._rows(), shape.index_dim, shape.top_k
+        assert dim is not None and top_k is not None, "the shape has an indexer"
+        keys = self._stored(layer)[1]
+        for group in _row_groups(bound, num_heads * dim):
+            seen = lengths(bound.rows, bound.index[group])
+            if seen.max(initial=0) <= top_k:
+                continue
+            visible = visible_slots(bound.rows, bound.index[group], layer, shape)
+            table = torch.from_numpy(visible.slots).to(self.device)
+            index = torch.from_numpy(group).to(self.device)
+            key = _decode(bound.cache.format, keys[table.clamp(min=0)], dim).swapaxes(1, 2)
+            products = elementary.tree_sum(q[index].view(len(group), num_heads, 1, dim) * key)
+            parts = products.clamp(min=0.0) * weights[index].unsqueeze(-1)
+            scores = elementary.tree_sum(parts, -2).masked_fill(table < 0, float("-inf"))
+            chosen = np.sort(as_numpy(_first(scores, top_k)), axis=1)
+            for row, count, positions in zip(bound.index[group], seen, chosen, strict=True):
+                if count > top_k:
+                    bound.selected[int(row)] = positions
+
+    def _selected_slots(self, rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """The slots `[m, width]` of rows of the pass; of those with selected positions only these,
+        in order."""
+        selected = self._rows().selected
+        slots = slots.copy()
+        for row, own in zip(rows.tolist(), slots, strict=True):
+            if row in selected:
+                found = own[selected[row]]
+                own[:] = -1
+                own[: len(found)] = found
+        return slots
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of all slots in a layer."""
@@ -212,9 +259,12 @@ class ReferenceBackend(Backend):
         format = bound.cache.format
         out = q.new_empty(len(q), shape.num_heads * shape.value_dim)
         sink_scores = None if sinks is None else self._vector(sinks)
-        for group in _row_groups(bound, shape):
+        for group in _row_groups(bound, shape.num_heads * shape.head_dim):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
-            table = torch.from_numpy(visible.slots).to(self.device)
+            slots = visible.slots
+            if shape.top_k is not None:
+                slots = self._selected_slots(bound.index[group], slots)
+            table = torch.from_numpy(slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
             if isinstance(biases, RelativePositions):
                 key = _decode(format, keys[table.clamp(min=0)], shape.head_dim)
@@ -564,11 +614,11 @@ def _first(scores: torch.Tensor, count: int) -> torch.Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def _row_groups(bound: _BoundRows, shape: Attention) -> Iterator[np.ndarray]:
-    """Groups of rows of similar length, whose products fit a processor's cache."""
+def _row_groups(bound: _BoundRows, per_position: int) -> Iterator[np.ndarray]:
+    """Groups of rows of similar length, whose products (`per_position` for each position) fit a
+    processor's cache."""
     counts = lengths(bound.rows, bound.index)
     order = np.argsort(counts, kind="stable")
-    per_position = shape.num_heads * shape.head_dim
     start = 0
     while start < len(order):
         stop = start + 1

@@ -140,14 +140,17 @@ class _Mtp:
         self.reader, self.name = TensorReader(view, dtype, name), checkpoint.name
 
     def _layer_index(self) -> int:
-        """A layer of the model of the module's kind: the last one with attention alone."""
+        """A layer of the model of the module's kind: the last one with attention alone, whose
+        positions are its own."""
         for key in ("vocab_size", "hidden_size"):
             own, allowed = getattr(self.whole, key), getattr(self.target.spec, key)
             if own != allowed:
                 raise refusal(key, own, f"{allowed}, as the target's")
         for index in reversed(range(self.whole.num_layers)):
             layer = self.whole.layers[index]
-            if layer.attention is not None and layer.recurrence is None:
+            if layer.attention is None or layer.recurrence is not None:
+                continue
+            if layer.attention.top_k is None or layer.indexer is not None:
                 return index
         raise CheckpointError("a model without attention has no module that predicts tokens")
 

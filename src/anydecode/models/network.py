@@ -174,6 +174,28 @@ class LatentWeights:
 
 
 @dataclass(eq=False)
+class IndexerWeights:
+    """The weights of an indexer, see `IndexerSpec`.
+
+    `query` reads the normed inner numbers of `LayerSpec.low_rank_query`; `key` and `weights`, which
+    gives one number per head, read the attention's inputs. The norm of keys is a layer norm,
+    float32 `[head_dim]`.
+    """
+
+    query: Linear
+    key: Linear
+    weights: Linear
+    norm: np.ndarray
+    norm_bias: np.ndarray
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix."""
+        linears = (self.query, self.key, self.weights)
+        return [weight for linear in linears for weight in linear.matrices]
+
+
+@dataclass(eq=False)
 class MarkovHead:
     """A bias of the logits of a block's slot that depends on the token before (DSpark).
 
@@ -327,6 +349,7 @@ class LayerWeights:
     attention_gate: Linear | None = None
     recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
+    indexer: IndexerWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     canvas_scale: float | None = None  # the same for rows of a canvas (`ModelSpec.has_canvas`)
@@ -362,6 +385,7 @@ class LayerWeights:
             linears += [] if convolution is None else [convolution.projection]
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
+        weights += [] if self.indexer is None else self.indexer.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
 
@@ -776,16 +800,12 @@ class Network:
         y = self._inputs(backend, x, index)
         if spec.has_attention_norm and spec.norms in ("pre", "both", "stream"):
             y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
-        return self._queries(backend, y, spec, weights)
+        return self._queries(backend, _query_inputs(backend, y, spec, weights), spec, weights)
 
     def _queries(self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
-        """The attention queries for the normed inputs x."""
+        """The attention queries for the inputs x of their matrix."""
         assert spec.attention is not None and weights.query is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
-        if spec.low_rank_query is not None:
-            assert weights.query_down is not None, "checked by `_check_query`"
-            x = weights.query_down.apply(backend, x)
-            x = backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
         if spec.latent is None:
             q = _limited(backend, weights.query.apply(backend, x), spec)
             norm = weights.query_norm, weights.query_norm_bias
@@ -955,7 +975,7 @@ class Network:
         assert shape is not None and weights.output is not None
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
-        q = self._queries(backend, x, spec, weights)
+        q = self._queries(backend, _query_inputs(backend, x, spec, weights), spec, weights)
         if weights.differential is not None:
             q = weights.differential.queries(backend, q, shape)
         biases: Biases | None = weights.distance_biases
@@ -993,13 +1013,44 @@ class Network:
         assert shape is not None and shape.latent_dim is not None and latent is not None
         assert spec.latent is not None
         assert weights.key is not None and weights.output is not None
-        q = self._queries(backend, x, spec, weights)
+        inputs = _query_inputs(backend, x, spec, weights)
+        q = self._queries(backend, inputs, spec, weights)
         k, rotary = backend.split(weights.key.apply(backend, x), shape.latent_dim)
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
         rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
         k = backend.join(k, rotary)
-        y = backend.attention(q, k, None, index, shape, weights.sinks)
+        if shape.top_k is None:
+            y = backend.attention(q, k, None, index, shape, weights.sinks)
+        else:
+            self._select(backend, x, inputs, k, spec, weights, index)
+            y = backend.attend(q, index, shape, weights.sinks)
         return weights.output.apply(backend, backend.grouped_linear(y, latent.values))
+
+    def _select(
+        self,
+        backend: Backend,
+        x: Any,
+        inputs: Any,
+        k: Any,
+        spec: LayerSpec,
+        weights: LayerWeights,
+        index: int,
+    ) -> None:
+        """Store the keys k and those of the indexer, and select the positions to attend to."""
+        shape, indexer = spec.attention, weights.indexer
+        assert shape is not None
+        if spec.indexer is None or indexer is None:
+            backend.store(k, None, index, shape)
+            backend.select(None, None, 1, index, shape)
+            return
+        heads, rope = spec.indexer.num_heads, spec.rope
+        key = indexer.key.apply(backend, x)
+        key = backend.layer_norm(key, indexer.norm, indexer.norm_bias, spec.indexer.norm_eps)
+        q = indexer.query.apply(backend, inputs)
+        if rope is not None:
+            key, q = backend.rope(key, 1, rope), backend.rope(q, heads, rope)
+        backend.store(k, key, index, shape)
+        backend.select(q, indexer.weights.apply(backend, x), heads, index, shape)
 
     def _positioned(
         self,
@@ -1024,6 +1075,15 @@ class Network:
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
+
+
+def _query_inputs(backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
+    """What the query matrix reads of the normed inputs x."""
+    if spec.low_rank_query is None:
+        return x
+    assert weights.query_down is not None, "checked by `_check_query`"
+    x = weights.query_down.apply(backend, x)
+    return backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
 
 
 def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
@@ -1329,6 +1389,7 @@ def _check_attention(
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
         _check_latent(prefix, spec.latent, shape, layer.latent)
+        _check_indexer(prefix, spec, layer.indexer, width)
     has_own_keys = spec.cache_layer is None
     if not has_own_keys:
         del sizes["key"]
@@ -1395,6 +1456,25 @@ def _check_latent(
             )
         for weight in matrices:
             _check_matrix(f"{prefix}a head's {name}", weight, size)
+
+
+def _check_indexer(
+    prefix: str, spec: LayerSpec, weights: IndexerWeights | None, width: int
+) -> None:
+    if (spec.indexer is None) != (weights is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has an indexer")
+    if spec.indexer is None or weights is None:
+        return
+    assert spec.low_rank_query is not None, "checked by `ModelSpec`"
+    heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
+    for name, linear, size in (
+        ("query", weights.query, (heads * dim, spec.low_rank_query.rank)),
+        ("key", weights.key, (dim, width)),
+        ("weights", weights.weights, (heads, width)),
+    ):
+        _check_linear(f"{prefix}the indexer's {name}", linear, size)
+    for vector in (weights.norm, weights.norm_bias):
+        _check_vector(f"{prefix}the indexer's norm", vector, dim)
 
 
 def _check_recurrent(

@@ -117,6 +117,29 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """An indexer of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv:2512.02556).
+
+    It selects the `Attention.top_k` positions that a row attends to, see `Backend.select`.
+
+    Queries and keys have the layer's rotary position embedding. The published code multiplies both
+    by the same orthogonal matrix (Hadamard), which does not change their products, and rounds them
+    to eight bits.
+
+    Attributes:
+        num_heads: Heads, which share one key.
+        head_dim: Numbers of a query and of the key, a multiple of 8.
+        interleaved_rope: Whether checkpoints store rows for rotary pairs (2i, 2i + 1) (GLM-5).
+        norm_eps: Of the layer norm of keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    interleaved_rope: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
 class LowRankQuery:
     """Queries that are the product of two matrices with an RMS norm in between: those of multi-head
     latent attention, and of multi-matrix factorization attention (Hu et al., arXiv:2412.19255),
@@ -172,6 +195,8 @@ class LayerSpec:
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
+        indexer: The indexer that selects the positions to attend to; None: if `Attention.top_k` is
+            set, they are those that an earlier layer has selected (GLM-5.2).
         low_rank_query: The product of which the queries are made; None for one matrix.
         cache_layer: The earlier layer to whose keys and values the attention attends (Gemma 4); the
             layer has none of its own then, and stores nothing. None: its own.
@@ -215,6 +240,7 @@ class LayerSpec:
     has_attention_gate: bool = False
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
+    indexer: IndexerSpec | None = None
     low_rank_query: LowRankQuery | None = None
     cache_layer: int | None = None
     has_value: bool = True
@@ -249,7 +275,7 @@ class LayerSpec:
 
     def query_order(self) -> np.ndarray | None:
         """The order in which the stored rows of the query matrix are loaded; None: as stored."""
-        if self.attention is None:
+        if self.attention is None or not self.interleaved_rope:
             return None
         first = 0 if self.latent is None else self.latent.key_dim
         return self._row_order(self.attention.num_heads, self.query_dim, first)
@@ -257,13 +283,20 @@ class LayerSpec:
     def key_order(self) -> np.ndarray | None:
         """The order in which the stored rows of the key matrix are loaded; None: as stored."""
         shape = self.attention
-        if shape is None:
+        if shape is None or not self.interleaved_rope:
             return None
         return self._row_order(shape.num_kv_heads, shape.head_dim, shape.latent_dim or 0)
 
+    def indexer_order(self, num_heads: int) -> np.ndarray | None:
+        """The order in which stored rows of `num_heads` heads of the indexer are loaded; None: as
+        stored."""
+        if self.indexer is None or not self.indexer.interleaved_rope:
+            return None
+        return self._row_order(num_heads, self.indexer.head_dim, 0)
+
     def _row_order(self, num_heads: int, dim: int, first: int) -> np.ndarray | None:
         """The order of `num_heads` times `dim` rows; the rotary ones of a head start at `first`."""
-        if not self.interleaved_rope or self.rope is None:
+        if self.rope is None:
             return None
         half, head = self.rope.frequencies.size, np.arange(dim)
         last = first + 2 * half
@@ -473,6 +506,7 @@ class ModelSpec:
                 raise refusal(f"layer {index}: qk_norm", layer.qk_norm, allowed)
             _check_cache_layer(f"layer {index}: ", self.layers, index)
             _check_mixes(f"layer {index}: ", self, layer)
+            _check_selection(f"layer {index}: ", self.layers, index)
             if size and not isinstance(layer.activation, str):
                 raise ConfigError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
         num_experts = sum(layer.num_experts for layer in self.layers)
@@ -507,7 +541,14 @@ class ModelSpec:
     @property
     def starts_at_any_layer(self) -> bool:
         """Whether a pass may begin at any layer, from hidden states of `hidden_size` numbers."""
-        return not (self.extra_width or self.per_layer_size or self.starts_from_states)
+        is_whole = self.per_layer_size or self.starts_from_states or self.shares_selections
+        return not (self.extra_width or is_whole)
+
+    @cached_property
+    def shares_selections(self) -> bool:
+        """Whether layers attend to the positions that an earlier layer has selected."""
+        shapes = [layer.attention for layer in self.layers if layer.indexer is None]
+        return any(shape is not None and shape.top_k is not None for shape in shapes)
 
     @property
     def attends_to_states(self) -> bool:
@@ -678,6 +719,18 @@ def _check_cache_layer(prefix: str, layers: tuple[LayerSpec, ...], index: int) -
             raise refusal(f"{prefix}{name}", getattr(own, name), allowed)
 
 
+def _check_selection(prefix: str, layers: tuple[LayerSpec, ...], index: int) -> None:
+    """The layers with a `top_k` have the same one, and the first of them has an indexer."""
+    shapes = [layer.attention for layer in layers[: index + 1] if layer.attention is not None]
+    sizes = [shape.top_k for shape in shapes if shape.top_k is not None]
+    if not sizes or layers[index].attention is not shapes[-1] or shapes[-1].top_k is None:
+        return
+    if len(set(sizes)) > 1:
+        raise refusal(f"{prefix}top_k", sizes[-1], f"{sizes[0]}, as in earlier layers")
+    if all(layer.indexer is None for layer in layers[: index + 1]):
+        raise ConfigError(f"{prefix}there is no indexer in this layer or an earlier one")
+
+
 def _check_routing(prefix: str, layer: LayerSpec) -> None:
     routing, count = layer.routing, layer.num_experts
     if (routing is None) != (count == 0):
@@ -752,10 +805,30 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
     if latent.growth is not None:
         _check_rope(prefix, latent.growth, latent.key_dim)
+    if shape.top_k is not None:
+        integer(f"{prefix}top_k", shape.top_k, 1, MAX_TOKENS)
+    if layer.indexer is not None:
+        _check_indexer(prefix, layer, layer.indexer, shape)
+    elif shape.index_dim is not None:
+        raise refusal(f"{prefix}index_dim", shape.index_dim, "None without an indexer")
     names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
+
+
+def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: Attention) -> None:
+    if shape.top_k is None or layer.low_rank_query is None:
+        raise ConfigError(f"{prefix}an indexer lacks one of top_k and low_rank_query")
+    integer(f"{prefix}the indexer's heads", indexer.num_heads, 1, MAX_COUNT)
+    integer(f"{prefix}the indexer's head_dim", indexer.head_dim, 1, MAX_COUNT)
+    integer(f"{prefix}the indexer's heads * head_dim", indexer.num_heads * indexer.head_dim)
+    number(f"{prefix}the indexer's norm_eps", indexer.norm_eps, 0.0, 1.0)
+    if indexer.head_dim % 8 or shape.index_dim != indexer.head_dim:
+        allowed = f"a multiple of 8, and index_dim ({shape.index_dim})"
+        raise refusal(f"{prefix}the indexer's head_dim", indexer.head_dim, allowed)
+    if layer.rope is not None:
+        _check_rope(prefix, layer.rope, indexer.head_dim)
 
 
 def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:

@@ -411,6 +411,8 @@ class Transformer:
                 f"{self.name} cannot leave or skip layers within a pass: its hidden states are"
                 " wider than its embeddings"
             )
+        if self.spec.shares_selections:
+            raise late_start_error(self.name)
         states = np.empty((len(rows), self.spec.hidden_size), np.float32)
         has_token = rows.tokens >= 0
         states[has_token] = to_host(executor.embed(rows.tokens[has_token]))
@@ -467,7 +469,8 @@ class Transformer:
             or any(map(gt, start, stop))
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
-        if (self.spec.per_layer_size or self.spec.memory_size) and any(start):
+        spec = self.spec
+        if (spec.per_layer_size or spec.memory_size or spec.shares_selections) and any(start):
             raise late_start_error(self.name)
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():

@@ -166,23 +166,3 @@ def test_minimax_text_01(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{key} is {value}; allowed is") as caught:
             spec_from_config(changed)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("case", ["deepseek v3.2", "glm moe dsa"])
-def test_sparse_attention_limits_the_context(case: str) -> None:
-    """A row of more positions than the indexer selects would have to attend to some of them."""
-    config = checkpoint_of(model_of(case)).config
-    assert spec_from_config(config).max_positions == 128
-    assert spec_from_config(config, max_positions=100).max_positions == 100
-    with pytest.raises(CheckpointError, match="max_positions is 129; allowed is 128 at most"):
-        spec_from_config(config, max_positions=129)
-
-
-def test_beyond_its_selection_the_original_attends_to_less() -> None:
-    """Why contexts are limited: with a smaller selection, its logits are others."""
-    family, settings = parity_module("test_parity").CASES["deepseek v3.2"]
-    model = hf_model(family, **{**settings, "index_topk": 4})
-    stored = checkpoint_of(model, index_topk=128)
-    found, expected = logits(built(stored), chain(PROMPT)), hf_logits(model, PROMPT)
-    assert np.abs(found[:4] - expected[:4]).max() < 1e-4
-    assert np.abs(found[5:] - expected[5:]).max() > 1e-3

@@ -92,7 +92,8 @@ class Gear(Prefilled):
 
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         check_float(kv_cache)
-        if any(not values.shape[-1] for values in kv_cache.pool.cache.values):
+        is_latent = any(layer.latent is not None for layer in kv_cache.pool.model.spec.layers)
+        if is_latent or any(not values.shape[-1] for values in kv_cache.pool.cache.values):
             raise UnsupportedCombinationError(
                 "gear compresses the keys and values of every layer; this model has layers that"
                 " store one row for both, or that share those of another layer"

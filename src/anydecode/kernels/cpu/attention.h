@@ -446,6 +446,18 @@ INLINE const int32_t *table_of(const Pass *pass, const Op *op, int r) {
   return pass->tables[table] + pass->table_stride[table] * op->layer;
 }
 
+/* Find the keys and values of the positions [start, end) of row r. Bit j of the result: position
+ * start + j has a slot. */
+static uint32_t gather_row(const Pass *pass, const Heads *h, int r, int start, int end,
+                           Scratch *scratch) {
+  int32_t prefix = pass->prefix[r];
+  int32_t middle = prefix < start ? start : prefix < end ? prefix : end;
+  uint32_t present = gather(h, table_of(pass, h->op, r) + start, middle - start, scratch, 0);
+  if (middle == end) return present;
+  const int32_t *tail = pass->tails + pass->tail_start[r] + (middle - prefix);
+  return present | gather(h, tail, end - middle, scratch, middle - start);
+}
+
 /* Fold one block into the rows of a tile: first, together, the rows all of whose positions in the
  * block have the slots of the first row's table; then each other row with its own table and tail. */
 static void attend_block(const Plan *plan, const Heads *h, int row, int rows, int start,
@@ -475,14 +487,7 @@ static void attend_block(const Plan *plan, const Heads *h, int row, int rows, in
     if (!((own >> i) & 1)) continue;
     int32_t prefix = pass->prefix[row + i], end = prefix + pass->tail_length[row + i];
     if (end > start + KEY_BLOCK) end = start + KEY_BLOCK;
-    int32_t middle = prefix < start ? start : prefix < end ? prefix : end;
-    const int32_t *table = table_of(pass, h->op, row + i);
-    uint32_t present = gather(h, table + start, middle - start, scratch, 0);
-    if (middle < end) {
-      const int32_t *tail = pass->tails + pass->tail_start[row + i] + (middle - prefix);
-      present |= gather(h, tail, end - middle, scratch, middle - start);
-    }
-    masks[i] &= present;
+    masks[i] &= gather_row(pass, h, row + i, start, end, scratch);
     fold_block(h, scratch, i, i + 1, masks);
   }
 }
@@ -626,6 +631,7 @@ INLINE int shared_end(const Plan *plan, const AttentionPart *part) {
 
 static void attend(const Plan *plan, const Op *op, const float *q, float *out, int number,
                    int thread) {
+  plan = attention_plan(plan, op);
   const Pass *pass = plan->pass;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads;
   Scratch scratch = make_scratch(
@@ -654,6 +660,7 @@ static void attend(const Plan *plan, const Op *op, const float *q, float *out, i
 
 /* Add the segments of split attention to one row of the result. */
 static void merge_row(const Plan *plan, const Op *op, int row, float *out) {
+  plan = attention_plan(plan, op);
   if (!is_split(plan, op)) return;
   int padded = (op->head_dim + 7) / 8 * 8, group = op->heads / op->kv_heads, part = 0;
   int heads = state_heads(plan, op), tile = 0, first, last;
@@ -686,6 +693,10 @@ static void store_row(const Pass *pass, const Op *op, int row, const float *k, c
     encode_vector(pass->cache_format, v, op->value_dim, (char *)pass->values[op->layer] + at);
     v += op->value_dim;
   }
+  if (!op->index_dim) return;
+  bytes = cache_head_bytes(pass->cache_format, op->index_dim);
+  encode_vector(pass->cache_format, v, op->index_dim,
+                (char *)pass->values[op->layer] + pass->slots[row] * bytes);
 }
 
 #endif

@@ -10,6 +10,7 @@
 #include "pointwise.h"
 #include "recurrence.h"
 #include "repack.h"
+#include "selection.h"
 #include "threads.h"
 
 /* An op over the rows [first, last) of its n rows. */
@@ -154,7 +155,8 @@ static void run_row(const Step *s, int r) {
            out + from);
       break;
     case OP_STORE: {
-      const float *v = b ? b + (int64_t)r * op->kv_heads * op->value_dim : NULL;
+      int64_t size = op->index_dim ? op->index_dim : (int64_t)op->kv_heads * op->value_dim;
+      const float *v = b ? b + r * size : NULL;
       store_row(s->pass, op, r, a + from, v);
       break;
     }
@@ -198,6 +200,7 @@ static void run_row(const Step *s, int r) {
     case OP_SIGMOID_SCALE: sigmoid_scale_row(a + from, op->width, b[r], out + from); break;
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
     case OP_TOKEN_ROW: run_token_row(s, r, out + from); break;
+    case OP_SELECT: select_row(s->plan, op, r); break;
     case OP_SPLIT: split_row(op, a + from, out + to); break;
     case OP_JOIN: join_row(op, a + from, b + to - from, out + to); break;
     default: break;
@@ -267,10 +270,13 @@ static void run(const Plan *plan, int number, int part, int thread) {
     if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
     if (s.op->code == OP_GROUPED_LINEAR) parts = grouped_parts(s.op, s.n, plan->threads);
     if (s.op->code == OP_SCAN) parts = s.op->recurrence->heads;
+    if (s.op->code == OP_INDEX) parts = index_parts(plan);
     if (part < parts) {
       if (s.op->code == OP_LINEAR) run_linear(&s, part);
       else if (s.op->code == OP_GROUPED_LINEAR) run_grouped_linear(&s, part);
       else if (s.op->code == OP_SCAN) run_scan(&s, part, thread);
+      else if (s.op->code == OP_INDEX)
+        index_positions(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->b), part, thread);
       else if (s.op->code == OP_ATTEND)
         attend(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->out), part, thread);
       else run_experts(&s, stage->phase, part, parts);

@@ -28,7 +28,7 @@ enum Code {
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_SIGMOID_SCALE, OP_STORE_INPUTS, OP_CONVOLVE,
   OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW,
   OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD,
-  OP_SHIFT, OP_STORED, OP_BLOCK_CONVOLVE
+  OP_SHIFT, OP_STORED, OP_BLOCK_CONVOLVE, OP_INDEX, OP_SELECT
 };
 
 /* interface.py: RULES */
@@ -94,6 +94,8 @@ typedef struct {
    * of query heads. Other values have room for head_dim numbers in a slot. */
   int32_t value_dim, is_latent;
   int32_t chunk, reach; /* chunk: of chunked attention, in positions; 0: none */
+  int32_t top_k;        /* positions that each row attends to (selection.h); 0: all that it sees */
+  int32_t index_dim;    /* numbers of an indexer's key, stored in place of values; 0: none */
   float x, y;
   const Matrix *matrix;
   const float *weight;
@@ -241,6 +243,10 @@ struct Pass {
    * num_steps, and the min_probability of each draft. Their tokens are in rows of num_steps. */
   const int32_t *step_limits;
   const double *min_probabilities;
+  /* The positions that the last indexer has selected for each row, [rows, top_k], at
+   * `selected_rows` if it is not NULL. */
+  int32_t *selected;
+  const int32_t *selected_rows;
 };
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */
@@ -259,9 +265,11 @@ typedef struct {
   int64_t base;  /* floats in the workspace before the buffers */
 } Stage;
 
+typedef struct Selection Selection;
+
 /* A pass divided into stages. Attention works on tiles: consecutive rows that share a table, or whose
  * tables start with the same slots. */
-typedef struct {
+typedef struct Plan {
   const Pass *pass;
   Stage *stages;
   int32_t *parts;      /* of each stage */
@@ -272,7 +280,20 @@ typedef struct {
   BestToken *best_tokens; /* [num_samples, parts of the last stage]; NULL: no sampling */
   int num_stages, num_tiles, threads;
   int tile_rows; /* of the largest tile */
+  Selection *selection; /* NULL: no row sees more positions than it attends to */
 } Plan;
+
+/* Of a pass with rows that see more positions than they attend to: see selection.h. */
+struct Selection {
+  Plan plan; /* of attention: the tables of these rows have the slots of the selected positions */
+  int32_t *rows;    /* [num_rows], ascending */
+  int32_t *number;  /* of each row of the pass: its index in `rows`, or -1 */
+  int32_t *slots;   /* [num_rows, top_k] */
+  uint32_t *orders; /* [num_rows or threads, longest]: the scores, as integers of the same order */
+  int64_t longest;
+  int num_rows, top_k;
+  int is_by_row; /* whether a part of OP_INDEX is a row, not some positions of one */
+};
 
 typedef struct {
   const char *name;

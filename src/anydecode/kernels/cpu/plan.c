@@ -60,7 +60,87 @@ static void plan_tiles(Plan *plan) {
   }
 }
 
+/* Tiles of the plan of attention to selected positions: rows that attend to all positions stay in
+ * their tiles, unless one of these has another row. */
+static void plan_selected_tiles(const Plan *plan, const Selection *selection, Plan *to) {
+  int tiles = 0;
+  to->tile_rows = 1;
+  for (int tile = 0; tile < plan->num_tiles; tile++) {
+    int first = plan->tile_start[tile], last = plan->tile_start[tile + 1], is_whole = 1;
+    for (int r = first; r < last; r++) is_whole &= selection->number[r] < 0;
+    if (is_whole && last - first > to->tile_rows) to->tile_rows = last - first;
+    for (int r = first; r < last; r++) {
+      if (r == first || !is_whole) to->tile_start[tiles++] = r;
+      to->tile_of[r] = tiles - 1;
+      to->shared[r] = is_whole ? plan->shared[r] : INT32_MAX;
+    }
+  }
+  to->tile_start[tiles] = plan->pass->num_rows;
+  to->num_tiles = tiles;
+}
+
+/* Find the rows that see more positions than they attend to, and plan their attention. Returns 0
+ * where memory is short. */
+static int plan_selection(Plan *plan) {
+  static _Thread_local Buffer rows, tables, slots, orders;
+  static _Thread_local Selection selection;
+  static _Thread_local Pass selected;
+  const Pass *pass = plan->pass;
+  size_t count = (size_t)pass->num_rows, num_tables = (size_t)pass->num_tables;
+  int top_k = 0, num_rows = 0;
+  int64_t longest = 0;
+  for (int i = pass->first; i < pass->last && !top_k; i++) top_k = pass->ops[i].top_k;
+  for (int r = 0; r < pass->num_rows && top_k; r++) {
+    int32_t seen = seen_positions(pass, r);
+    num_rows += seen > top_k;
+    longest = seen > longest ? seen : longest;
+  }
+  if (!num_rows) return 1;
+  int is_by_row = plan->threads == 1 || num_rows >= 2 * plan->threads;
+  size_t num_orders = (size_t)longest * (size_t)(is_by_row ? plan->threads : num_rows);
+  if (!grow(&rows, (8 * count + 1) * 4) || !grow(&tables, (count + num_tables) * 16) ||
+      !grow(&slots, (size_t)num_rows * (size_t)top_k * 4) || !grow(&orders, num_orders * 4))
+    return 0;
+  int32_t *ints = rows.data;
+  const int32_t **slot_tables = tables.data;
+  int64_t *strides = (int64_t *)(slot_tables + count + num_tables);
+  selection = (Selection){.rows = ints, .number = ints + count, .slots = slots.data,
+                          .orders = orders.data, .longest = longest, .num_rows = num_rows,
+                          .top_k = top_k, .is_by_row = is_by_row};
+  int32_t *table = ints + 2 * count, *prefix = table + count, *tail_length = prefix + count;
+  selected = *pass;
+  selected.tables = slot_tables;
+  selected.table_stride = strides;
+  selected.table = table;
+  selected.prefix = prefix;
+  selected.tail_length = tail_length;
+  for (size_t i = 0; i < num_tables; i++) {
+    slot_tables[i] = pass->tables[i];
+    strides[i] = pass->table_stride[i];
+  }
+  for (int r = 0, number = 0; r < pass->num_rows; r++) {
+    int is_selected = seen_positions(pass, r) > top_k;
+    selection.number[r] = is_selected ? number : -1;
+    table[r] = is_selected ? (int32_t)num_tables + number : pass->table[r];
+    prefix[r] = is_selected ? top_k : pass->prefix[r];
+    tail_length[r] = is_selected ? 0 : pass->tail_length[r];
+    if (!is_selected) continue;
+    slot_tables[num_tables + (size_t)number] = selection.slots + (int64_t)number * top_k;
+    strides[num_tables + (size_t)number] = 0;
+    selection.rows[number++] = r;
+  }
+  selection.plan = *plan;
+  selection.plan.pass = &selected;
+  selection.plan.tile_start = ints + 5 * count;
+  selection.plan.tile_of = ints + 6 * count + 1;
+  selection.plan.shared = ints + 7 * count + 1;
+  plan_selected_tiles(plan, &selection, &selection.plan);
+  plan->selection = &selection;
+  return 1;
+}
+
 static int attention_parts(const Plan *plan, const Op *op) {
+  plan = attention_plan(plan, op);
   if (!is_split(plan, op)) return plan->num_tiles * op->kv_heads;
   int parts = 0;
   for (int tile = 0; tile < plan->num_tiles; tile++) {
@@ -72,6 +152,7 @@ static int attention_parts(const Plan *plan, const Op *op) {
 }
 
 static int64_t state_floats(const Plan *plan, const Op *op) {
+  plan = attention_plan(plan, op);
   if (!is_split(plan, op)) return 0;
   int padded = (op->head_dim + 7) / 8 * 8;
   return attention_parts(plan, op) * attention_state_floats(padded, state_heads(plan, op));
@@ -87,6 +168,7 @@ static void close_stage(Plan *plan) {
     if (op->code == OP_LINEAR) parts += linear_parts(op->matrix, stage->rows, plan->threads);
     if (op->code == OP_GROUPED_LINEAR) parts += grouped_parts(op, stage->rows, plan->threads);
     if (op->code == OP_ATTEND) parts += attention_parts(plan, op);
+    if (op->code == OP_INDEX) parts += index_parts(plan);
     if (op->code == OP_SCAN) parts += op->recurrence->heads;
     if (op->code == OP_EXPERTS) parts += stage->phase ? 8 * plan->threads : 1;
   }
@@ -124,6 +206,7 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
   *plan = (Plan){.pass = pass, .stages = stages.data, .parts = parts.data, .threads = threads,
                  .tile_start = tile_start.data, .tile_of = tile_of.data, .shared = shared.data};
   if (pass->first < pass->last) plan_tiles(plan);
+  if (!plan_selection(plan)) return 0;
   for (int i = pass->first; i < pass->last; i++) {
     const Op *op = pass->ops + i;
     int64_t needed = op->code == OP_ATTEND ? state_floats(plan, op) : 0;
@@ -131,6 +214,7 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
   }
   if (!grow(&states, (size_t)floats * 4)) return 0;
   plan->states = states.data;
+  if (plan->selection) plan->selection->plan.states = states.data;
   /* Layers alone read what follows the first op, the embedding. */
   plan_ops(plan, 0, pass->first < pass->last ? pass->num_prologue : 1, pass->num_rows, 0);
   plan_ops(plan, pass->first, pass->last, pass->num_rows, 0);

@@ -7,7 +7,7 @@
 /* Whether an op works row by row. */
 INLINE int is_row_op(int code) {
   return code != OP_LINEAR && code != OP_ATTEND && code != OP_EXPERTS && code != OP_SCAN &&
-         code != OP_GROUPED_LINEAR;
+         code != OP_GROUPED_LINEAR && code != OP_INDEX;
 }
 
 INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }
@@ -57,6 +57,28 @@ INLINE int32_t row_begin(const Pass *pass, const Op *op, int r) {
   int32_t position = pass->positions[r];
   if (op->chunk) return position - position % op->chunk;
   return op->window ? position - op->window + 1 : 0;
+}
+
+/* The plan of an op of attention. */
+INLINE const Plan *attention_plan(const Plan *plan, const Op *op) {
+  return op->top_k && plan->selection ? &plan->selection->plan : plan;
+}
+
+enum { INDEX_POSITIONS = 512 }; /* whose scores one part of OP_INDEX computes */
+
+/* Positions that row r sees, those without a slot included. */
+INLINE int32_t seen_positions(const Pass *pass, int r) {
+  return pass->prefix[r] + pass->tail_length[r];
+}
+
+/* Parts of OP_INDEX. */
+INLINE int index_parts(const Plan *plan) {
+  const Selection *selection = plan->selection;
+  if (!selection || selection->is_by_row) return selection ? selection->num_rows : 0;
+  int parts = 0;
+  for (int i = 0; i < selection->num_rows; i++)
+    parts += (seen_positions(plan->pass, selection->rows[i]) - 1) / INDEX_POSITIONS + 1;
+  return parts;
 }
 
 /* The range [first, last) of segments that the rows of a tile attend to. */

@@ -52,6 +52,7 @@ from anydecode.models.limits import (
 )
 from anydecode.models.spec import (
     BlockSpec,
+    IndexerSpec,
     LatentSpec,
     LayerSpec,
     LowRankQuery,
@@ -192,11 +193,6 @@ def spec_from_config(
         high = MAX_SIZE
         if family.has_position_table:
             high = int_value(config, "max_position_embeddings")
-        if family.dense_positions is not None:
-            high = int_value(config, family.dense_positions)
-        if family.dense_positions is not None and max_positions > high:
-            allowed = f"{high} at most: sparse attention to longer contexts is not supported"
-            raise refusal("max_positions", max_positions, allowed)
         integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
@@ -409,6 +405,21 @@ def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
     return None
 
 
+def _indexer(config: Config, layer: int) -> IndexerSpec | None:
+    """The indexer of a layer; None if it attends to the positions that an earlier one selects."""
+    types = list_value(config, "indexer_types", str) or []
+    kind = types[layer] if layer < len(types) else None
+    if kind not in ("full", "shared"):
+        raise refusal(f"indexer_types[{layer}]", kind, "full or shared")
+    if kind == "shared":
+        return None
+    return IndexerSpec(
+        int_value(config, "index_n_heads", high=MAX_COUNT),
+        int_value(config, "index_head_dim", high=MAX_COUNT),
+        bool_value(config, "indexer_rope_interleave"),
+    )
+
+
 def _latent_attention(config: Config) -> Attention:
     """Latent attention: its scale grows with the context that YaRN adds."""
     rotary = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
@@ -475,6 +486,7 @@ def _layers(
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
+    indexer: IndexerSpec | None = None
     maker = _memory_layer(layer_types[:count])
     for layer in range(count):
         own, kind, is_moe = (
@@ -509,6 +521,11 @@ def _layers(
         if family.has_latent_attention:
             dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
             attention = _latent_attention(config)
+            if family.has_indexer:
+                indexer = _indexer(config, layer)
+                index_dim = None if indexer is None else indexer.head_dim
+                top_k = int_value(config, "index_topk")
+                attention = replace(attention, top_k=top_k, index_dim=index_dim)
         else:
             dim = head_dim(own)
             attention = _attention(own, family, kind, dim, attention_scale)
@@ -545,6 +562,7 @@ def _layers(
                 has_attention_gate=family.has_attention_gate,
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=latent,
+                indexer=indexer,
                 low_rank_query=_low_rank_query(config, family),
                 cache_layer=sources[layer],
                 has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
@@ -706,9 +724,6 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
-    selected = FAMILIES[config["model_type"]].dense_positions
-    if selected is not None:
-        longest = min(longest, int_value(config, selected))
     parameters = _rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))

@@ -12,8 +12,9 @@ from anydecode.kernels.formats import DTYPES, dequantize, is_packed, plain_weigh
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.families.values import Config, bool_value
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.network import LatentWeights, LayerWeights
-from anydecode.models.spec import LatentSpec, LayerSpec
+from anydecode.models.linear import Linear
+from anydecode.models.network import IndexerWeights, LatentWeights, LayerWeights
+from anydecode.models.spec import IndexerSpec, LatentSpec, LayerSpec
 
 
 def read_latent(
@@ -51,6 +52,25 @@ def read_latent(
     weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
     size = hidden, heads * latent.value_dim
     weights.output = reader.linear(f"{name}.o_proj", size, has_bias)
+    if spec.indexer is not None:
+        weights.indexer = _read_indexer(reader, spec, spec.indexer, f"{name}.indexer", hidden)
+
+
+def _read_indexer(
+    reader: TensorReader, spec: LayerSpec, indexer: IndexerSpec, name: str, hidden: int
+) -> IndexerWeights:
+    """Read the indexer of a layer; the matrix of its weights in the stored format."""
+    assert spec.low_rank_query is not None
+    heads, dim = indexer.num_heads, indexer.head_dim
+    rank, order = spec.low_rank_query.rank, spec.indexer_order(1)
+    queries = reader.linear(
+        f"{name}.wq_b", (heads * dim, rank), False, rows=spec.indexer_order(heads)
+    )
+    keys = reader.linear(f"{name}.wk", (dim, hidden), False, rows=order)
+    weights = reader.matrix(f"{name}.weights_proj", (heads, hidden), keep_format=True)
+    norms = [reader.vector(f"{name}.k_norm.{part}", dim) for part in ("weight", "bias")]
+    norm, bias = norms if order is None else (vector[order] for vector in norms)
+    return IndexerWeights(queries, keys, Linear(weights), norm, bias)
 
 
 def read_low_rank_query(

@@ -259,6 +259,12 @@ def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
     _latent(keys, config)
     _deepseek_experts(keys, config, is_sigmoid=True)
     config["index_topk"] = keys.count("attention.indexer.top_k")
+    config["index_n_heads"] = keys.count("attention.indexer.head_count")
+    config["index_head_dim"] = keys.count("attention.indexer.key_length")
+    config["indexer_types"] = [
+        "full" if f"blk.{layer}.indexer.attn_k.weight" in keys.file.tensors else "shared"
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def mistral4(keys: Keys, config: dict[str, Any]) -> None:

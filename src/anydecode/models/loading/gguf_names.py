@@ -118,6 +118,12 @@ _LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
+_INDEXER = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
@@ -216,6 +222,9 @@ OVERRIDES = {
     "hunyuan-moe": _shared("shared_mlp"),
     "llama4": {**_shared("shared_expert"), "ffn_gate_inp": "feed_forward.router"},
     **dict.fromkeys(_DEEPSEEK, {**_LATENT, **_shared("shared_experts")}),
+    **dict.fromkeys(
+        ("deepseek32", "glm-dsa"), {**_LATENT, **_shared("shared_experts"), **_INDEXER}
+    ),
     "minicpm3": _LATENT,
     "hy_v3": _shared("shared_experts"),
     **dict.fromkeys(("mellum", "mimo2"), {"ffn_gate_inp": "mlp.gate"}),
@@ -309,8 +318,6 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
 )
-#: Architectures with sparse attention, whose contexts are so short that it is attention to all.
-WITHOUT_INDEXER = ("deepseek32", "glm-dsa")
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")

@@ -209,6 +209,14 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
             "self_attn.q_b_proj": (query, inner),
         }
         norms["self_attn.q_a_layernorm"] = inner
+    if FAMILIES[config["model_type"]].has_indexer:
+        count, dim = config["index_n_heads"], config["index_head_dim"]
+        matrices |= {
+            "self_attn.indexer.wq_b": (count * dim, inner),
+            "self_attn.indexer.wk": (dim, hidden),
+            "self_attn.indexer.weights_proj": (count, hidden),
+        }
+        norms["self_attn.indexer.k_norm"] = dim
     if config["has_stacked_heads"]:
         for head in range(heads):
             matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)

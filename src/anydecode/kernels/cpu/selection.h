@@ -1,0 +1,133 @@
+/* Attention to selected positions (DeepSeek-V3.2, arXiv:2512.02556). An indexer scores every position
+ * that a row sees: the sum over its heads of weight * max(query @ key, 0). A row attends to the top_k
+ * positions with the largest scores, of equal ones to the lower, in order of position; and to all
+ * positions, without scores, where it sees no more than top_k. */
+#ifndef ANYDECODE_SELECTION_H
+#define ANYDECODE_SELECTION_H
+
+#include "attention.h"
+
+/* An integer of the order of a score; 0 is below all. Zeros are equal. */
+INLINE uint32_t order_of(float score) {
+  uint32_t bits;
+  score += 0.0f;
+  memcpy(&bits, &score, 4);
+  bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+  return bits ? bits : 1;
+}
+
+#define ADD_INDEX_SCORES(count)                                                            \
+  for (; at + count <= heads; at += count) {                                               \
+    eight_scores(F32, count, q + (int64_t)at * size, key, size, low, high);                \
+    for (int i = 0; i < count; i++) {                                                      \
+      f8 product = f8_max(f8_join(low[i], high[i]), f8_set(0.0f));                         \
+      sum = f8_fma(f8_set(weights[at + i]), product, sum);                                 \
+    }                                                                                      \
+  }
+
+/* The scores of eight keys. */
+static void eight_index_scores(int heads, int size, const float *q, const float *weights,
+                               const char *const *key, float *scores) {
+  f8 low[MAX_HEADS], high[MAX_HEADS], sum = f8_set(0.0f);
+  int at = 0;
+  FOR_EACH_TILE(ADD_INDEX_SCORES)
+  f8_store(scores, sum);
+}
+
+/* The scores of the positions [first, last) of a row, as integers; 0 where there is no slot. Positions
+ * are processed in blocks that start at `first`; a score does not depend on the others. */
+static void score_positions(const Pass *pass, const Op *op, int row, const float *q,
+                            const float *weights, int first, int last, uint32_t *orders,
+                            float *base) {
+  int size = op->index_dim;
+  int64_t bytes = cache_head_bytes(pass->cache_format, size);
+  const char *keys = pass->values[op->layer];
+  Heads h = {0, size, size, size, op->heads, bytes, op, keys, keys, NULL, pass->cache_format};
+  Scratch scratch = make_scratch(base, size, 1);
+  scratch.format = F32;
+  for (int start = first; start < last; start += KEY_BLOCK) {
+    int end = start + KEY_BLOCK < last ? start + KEY_BLOCK : last;
+    uint32_t present = gather_row(pass, &h, row, start, end, &scratch);
+    for (int j = 0; j < end - start; j += 8) {
+      float scores[8];
+      eight_index_scores(op->heads, size, q, weights, scratch.key + j, scores);
+      for (int i = j; i < j + 8 && i < end - start; i++)
+        orders[start + i] = present >> i & 1 ? order_of(scores[i - j]) : 0;
+    }
+  }
+}
+
+/* The positions of the `count` largest of n integers, in order of position; of equal ones the first.
+ * Each step finds eight more bits of the smallest of them. */
+static void choose_positions(const uint32_t *orders, int64_t n, int count, int32_t *positions) {
+  uint32_t limit = 0, known = 0; /* the smallest so far, and the bits of it that are known */
+  int left = count;              /* how many of them have the known bits */
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    int32_t counts[256] = {0};
+    for (int64_t i = 0; i < n; i++)
+      if ((orders[i] & known) == limit) counts[orders[i] >> shift & 255]++;
+    int value = 255;
+    for (; counts[value] < left; value--) left -= counts[value];
+    limit |= (uint32_t)value << shift;
+    known |= 255u << shift;
+  }
+  for (int64_t i = 0; i < n; i++) {
+    if (orders[i] < limit || (orders[i] == limit && left-- <= 0)) continue;
+    *positions++ = (int32_t)i;
+  }
+}
+
+/* Where the selected positions of row `row` are kept. */
+INLINE int32_t *selected_of(const Plan *plan, int row) {
+  const Pass *pass = plan->pass;
+  int64_t at = pass->selected_rows ? pass->selected_rows[row] : row;
+  return pass->selected + at * plan->selection->top_k;
+}
+
+/* Part `part` of OP_INDEX: the scores of some positions of a row, or of all of them, which selects
+ * them too. */
+static void index_positions(const Plan *plan, const Op *op, const float *q, const float *weights,
+                            int part, int thread) {
+  const Pass *pass = plan->pass;
+  const Selection *selection = plan->selection;
+  int number = part, first = 0, row, last;
+  if (!selection->is_by_row)
+    for (number = 0;; number++) {
+      int parts = (seen_positions(pass, selection->rows[number]) - 1) / INDEX_POSITIONS + 1;
+      if (part < parts) break;
+      part -= parts;
+    }
+  row = selection->rows[number];
+  last = seen_positions(pass, row);
+  int64_t at = selection->is_by_row ? thread : number;
+  uint32_t *orders = selection->orders + at * selection->longest;
+  if (!selection->is_by_row) {
+    first = part * INDEX_POSITIONS;
+    last = first + INDEX_POSITIONS < last ? first + INDEX_POSITIONS : last;
+  }
+  score_positions(pass, op, row, q + (int64_t)row * op->heads * op->index_dim,
+                  weights + (int64_t)row * op->heads, first, last, orders,
+                  pass->attention_scratch + thread * pass->attention_scratch_floats);
+  if (selection->is_by_row) choose_positions(orders, last, op->top_k, selected_of(plan, row));
+}
+
+/* Find the slots of a row's selected positions. `count`: whether OP_INDEX has scored them for this
+ * layer; else they are those of an earlier one. */
+static void select_row(const Plan *plan, const Op *op, int row) {
+  const Selection *selection = plan->selection;
+  if (!selection || selection->number[row] < 0) return;
+  const Pass *pass = plan->pass;
+  int64_t number = selection->number[row];
+  int32_t *positions = selected_of(plan, row), prefix = pass->prefix[row];
+  if (op->count && !selection->is_by_row)
+    choose_positions(selection->orders + number * selection->longest, seen_positions(pass, row),
+                     op->top_k, positions);
+  int32_t *slots = selection->slots + number * op->top_k;
+  const int32_t *table = table_of(pass, op, row), *tail = pass->tails + pass->tail_start[row];
+  for (int i = 0; i < op->top_k; i++) {
+    int32_t at = positions[i];
+    slots[i] = at < prefix ? table[at] : tail[at - prefix];
+  }
+}
+
+#endif
