@@ -10,6 +10,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import lark
@@ -30,6 +31,8 @@ from anydecode.certification.oracles.diffusion.diffusion_cfg import (
     verifier,
 )
 from anydecode.cli.main import app
+from anydecode.constraints.byte_cache import ByteCache
+from anydecode.constraints.grammar import byte_grammar as byte_grammar_module
 from anydecode.constraints.grammar.byte_grammar import byte_grammar
 from anydecode.constraints.grammar.byte_regex import read_regex
 from anydecode.constraints.grammar.canvas_grammar import (
@@ -58,7 +61,7 @@ GRAMMARS = (
     'start: x x\nx: "a" y | \ny: x "b" | "b"?',
     'start: e\ne: e "+" t | t\nt: "(" e ")" | "a"',
     '%ignore " "\nstart: "a" ("b" "a")~1..2 | "(" start? ")"',
-    'start: /(ab){2,}|[^b)]/ ["b"]\n  | "b" -> alias',
+    'start: /(ab){2,}|[^ab)]/ ["b"]\n  | "b" -> alias',
 )
 
 
@@ -69,6 +72,21 @@ def test_certificate() -> None:
 
 def test_certificate_rejects_a_canvas_without_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CanvasGrammar, "is_completable", lambda self, canvas: True)
+    assert_rejected("diffusion-cfg")
+
+
+def without_the_longest_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "anydecode.constraints.grammar.longest_match._Places.next_bytes", lambda self, state: 0
+    )
+    monkeypatch.setattr(byte_grammar_module, "_grammars", ByteCache(1 << 20))
+
+
+@pytest.mark.slow
+def test_certificate_rejects_terminals_that_need_not_be_the_longest_match(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_the_longest_match(monkeypatch)
     assert_rejected("diffusion-cfg")
 
 
@@ -185,6 +203,78 @@ def test_regular_expressions_agree_with_python(pattern: str) -> None:
         assert found == (re.fullmatch(pattern, text) is not None), text
         agreed.add(found)
     assert agreed == {True, False}
+
+
+#: Grammars with terminals that overlap, and letters for their texts.
+OVERLAPPING = (
+    ('start: A B\nA: /a+/\nB: "ab" | "b"', "ab"),
+    ('start: "if" NAME | NAME "=" NAME\nNAME: /[a-z]+/\n%ignore " "', "if= "),
+    ('start: (IF | NAME)+\nIF: "if"\nNAME: /[fi]{2,3}/', "ifx"),
+    ('start: (A | B | C)+\nA: "a"\nB: "abc"\nC: "bd" | "b"', "abcd"),
+    ("start: NAME NAME\nNAME: /[ab]+/\n%ignore / +/", "ab "),
+    ('start: NAME ("," NAME)*\nNAME: /[ab]+/\n%ignore " "\n%ignore "_"', "a,_ "),
+    ('start: e\ne: e "-" e | e "--" | "-" e | "1"\n%ignore " "', "1- "),
+    ('start: "a" "/" "a" | "a" "a"\n%ignore /\\/b*\\//', "ab/"),
+    ('start: "\\"" /[a]*/ "\\"" /b?/', '"ab'),
+)
+
+
+def allows(grammar: str, text: str) -> bool:
+    tokens: Any = SimpleNamespace(token_bytes=[bytes([byte]) for byte in range(256)], size=256)
+    rules = CanvasGrammar(byte_grammar(grammar), tokens, frozenset())
+    return rules.is_completable([*text.encode()])
+
+
+def is_allowed_from_left_to_right(grammar: str, text: str) -> bool:
+    tokenizer = ByteTokenizer()
+    state = Grammar(grammar).start(tokenizer, tokenizer.vocab_size)
+    for byte in text.encode():
+        mask = state.mask()
+        if mask is None or not mask[byte]:
+            return False
+        state.advance(byte)
+    return state.can_stop
+
+
+def texts_within(letters: str) -> list[str]:
+    return ["".join(one) for size in range(6) for one in product(letters, repeat=size)]
+
+
+@pytest.mark.parametrize(("grammar", "letters"), OVERLAPPING)
+def test_texts_are_those_that_autoregressive_decoders_allow(grammar: str, letters: str) -> None:
+    ignored = " _/" if "%ignore" in grammar else ""
+    found = set()
+    for text in texts_within(letters):
+        if (
+            text == text.strip(ignored) or text == ""
+        ):  # elsewhere, ignored text is allowed here only
+            found.add(allows(grammar, text))
+            assert allows(grammar, text) == is_allowed_from_left_to_right(grammar, text), text
+    assert found == {True, False}
+
+
+def test_shorter_matches_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_the_longest_match(monkeypatch)
+    grammar = OVERLAPPING[4][0]
+    assert allows(grammar, "ab") and not is_allowed_from_left_to_right(grammar, "ab")
+
+
+def test_after_a_recursive_rule_what_follows_any_of_its_uses_counts_as_allowed() -> None:
+    """So texts are lost, but none are allowed that autoregressive decoders do not allow."""
+    grammar = 'start: v REST\nv: "[" v v? "]" | "1"\nREST: /[)\\]]*[x)]/'
+    expected = [t for t in texts_within("1[]x") if is_allowed_from_left_to_right(grammar, t)]
+    found = [t for t in expected if allows(grammar, t)]
+    assert "1x" in found and "[1]x" in expected and "[1]x" not in found
+    assert not any(allows(grammar, t) for t in {*texts_within("1[]x")} - {*expected})
+
+
+def test_words_need_white_space_between_them_where_they_would_be_one() -> None:
+    text = "start: NAME NAME\nNAME: /[a-z]+/\n%ignore / +/"
+    with open_llm() as llm:
+        for seed in range(4):
+            asked: dict[str, Any] = {"seed": seed, "temperature": 1.5, "max_tokens": 12}
+            found = llm.generate([1], decoder="diffusion-cfg", constraint=Grammar(text), **asked)
+            assert re.fullmatch(" *[a-z]+ +[a-z]+ *", found.text)
 
 
 @cache

@@ -2,19 +2,25 @@
 classes or calls of other rules.
 
 Grammars are parsed from Lark's notation without templates and imports other than from `common`.
-Terminals are expanded in the rules, so there is no lexer and no longest match; texts of `%ignore`
-may come before every terminal and at the end. Rules that are not recursive are inlined, so a
-grammar without recursion is a single automaton.
+Terminals are longest matches (see `longest_match`); texts of `%ignore` may come before every
+terminal and at the end. Rules that are not recursive are inlined, so a grammar without recursion is
+a single automaton.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import deque
 from collections.abc import Callable
 
 from anydecode.constraints.byte_cache import ByteCache
+from anydecode.constraints.grammar.automata import (
+    MAX_STATES,
+    TOO_LARGE,
+    byte_classes,
+    determinize,
+    leaves,
+)
 from anydecode.constraints.grammar.byte_regex import (
     EMPTY,
     MAX_PARTS,
@@ -22,16 +28,18 @@ from anydecode.constraints.grammar.byte_regex import (
     characters,
     choice,
     literal,
+    matches_empty,
     num_copies,
     read_regex,
     repeated,
     sequence,
     size,
 )
+from anydecode.constraints.grammar.longest_match import with_longest_match
 from anydecode.errors import ConstraintError
 
-#: Maximum number of parts of an inlined rule, and of states of all automata together.
-MAX_INLINED_PARTS, MAX_STATES = 20_000, 20_000
+#: Maximum number of parts of an inlined rule.
+MAX_INLINED_PARTS = 20_000
 #: Maximum size of the automata that are cached, in bytes.
 MAX_CACHED_BYTES = 32 << 20
 _TOKEN_PATTERN = re.compile(
@@ -45,10 +53,6 @@ _TOKEN_PATTERN = re.compile(
 _OPTIONS = re.compile(
     r'^%llguidance\s*\{\s*("no_forcing"\s*:\s*(true|false)\s*)?\}[ \t]*$', re.MULTILINE
 )
-_TOO_LARGE = "the grammar is too large: make its repetitions smaller or its rules fewer"
-#: Maximum number of NFA states summed over the DFA states of a rule: time and memory of the subset
-#: construction are proportional to it.
-_MAX_SUBSETS = 4_000_000
 _START = "start"
 _DECIMAL, _EXPONENT = r"([0-9]+\.[0-9]*|\.[0-9]+)", "[eE][+-]?[0-9]+"
 _FLOAT = f"([0-9]+{_EXPONENT}|{_DECIMAL}({_EXPONENT})?)"
@@ -202,7 +206,7 @@ class Rules:
                     raise ConstraintError("a repetition in the grammar is not closed")
             self._num_parts += size(part) * num_copies(min_count, max_count)
             if self._num_parts > MAX_PARTS:
-                raise ConstraintError(_TOO_LARGE)
+                raise ConstraintError(TOO_LARGE)
             part = repeated(part, min_count, max_count)
         return part
 
@@ -242,9 +246,9 @@ class Rules:
                 if used not in self.rules:
                     raise ConstraintError(f"{name} of the grammar uses {used}, which has no rule")
 
-    def expanded(self) -> dict[str, Expression]:
-        """The rules with terminals expanded and ignored texts inserted. The first rule, "", is the
-        root that contains `start`."""
+    def rules_and_ignored(self) -> tuple[dict[str, Expression], Expression | None]:
+        """The rules, with terminals as `("terminal", expression over bytes)`, and the ignored text.
+        The first rule, "", is the whole text."""
         terminals: dict[str, Expression] = {}
 
         def terminal(name: str, enclosing: tuple[str, ...]) -> Expression:
@@ -253,38 +257,34 @@ class Rules:
             if not _is_terminal(name):
                 raise ConstraintError(f"the terminal {enclosing[-1]} of the grammar uses a rule")
             if name not in terminals:
-                terminals[name] = expand_terminals(self.rules[name], (*enclosing, name))
+                terminals[name] = expanded(self.rules[name], (*enclosing, name))
             return terminals[name]
 
-        def expand_terminals(part: Expression, enclosing: tuple[str, ...]) -> Expression:
+        def expanded(part: Expression, enclosing: tuple[str, ...]) -> Expression:
             if part[0] == "ref":
                 return terminal(part[1], enclosing)
             return (
                 part[1]
                 if part[0] == "terminal"
-                else _map_parts(part, lambda part: expand_terminals(part, enclosing))
+                else _map_parts(part, lambda part: expanded(part, enclosing))
             )
 
-        ignored: Expression = (
-            "star",
-            choice([expand_terminals(part, ("%ignore",)) for part in self.ignored]),
-        )
-
-        def insert_ignored(part: Expression) -> Expression:
+        def with_terminals(part: Expression) -> Expression:
             if part[0] == "ref" and not _is_terminal(part[1]):
                 return part
             if part[0] in ("ref", "terminal"):
-                expanded = expand_terminals(part, ())
-                return sequence([ignored, expanded]) if self.ignored else expanded
-            return _map_parts(part, insert_ignored)
+                found = expanded(part, ())
+                leaf: Expression = ("terminal", found)
+                return choice([EMPTY, leaf]) if matches_empty(found) else leaf
+            return _map_parts(part, with_terminals)
 
-        root = sequence([("ref", _START), ignored] if self.ignored else [("ref", _START)])
         rules = {
-            name: insert_ignored(rule)
+            name: with_terminals(rule)
             for name, rule in self.rules.items()
             if not _is_terminal(name)
         }
-        return {"": root, **rules}
+        ignored = [expanded(part, ("%ignore",)) for part in self.ignored]
+        return {"": ("ref", _START), **rules}, choice(ignored) if ignored else None
 
 
 def _string(value: str) -> tuple[str, bool]:
@@ -302,7 +302,7 @@ def _is_terminal(name: str) -> bool:
 
 def _map_parts(part: Expression, change: object) -> Expression:
     kind, body = part
-    if kind == "set" or kind == "ref":
+    if kind in ("set", "ref", "terminal"):
         return part
     if kind == "star":
         return (kind, change(body))  # type: ignore[operator]
@@ -310,18 +310,28 @@ def _map_parts(part: Expression, change: object) -> Expression:
 
 
 def _refs(part: Expression) -> set[str]:
-    kind, body = part
-    if kind == "ref":
-        return {body}
-    if kind in ("set", "terminal"):
-        return set()
-    return _refs(body) if kind == "star" else {name for part in body for name in _refs(part)}
+    return {body for kind, body in leaves(part) if kind == "ref"}
 
 
-def _inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
-    """The rules with non-recursive rules inlined where they are used."""
+def _used(rules: dict[str, Expression]) -> dict[str, Expression]:
+    """The rules that rule "" uses, itself first."""
+    found, stack = {"": rules[""]}, [""]
+    while stack:
+        for name in sorted(_refs(rules[stack.pop()])):
+            if name not in found:
+                found[name] = rules[name]
+                stack.append(name)
+    return found
+
+
+def inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
+    """The rules with non-recursive rules inlined where they are used.
+
+    Raises:
+        ConstraintError: They are too large.
+    """
     if any(size(rule) > MAX_PARTS for rule in rules.values()):
-        raise ConstraintError(_TOO_LARGE)
+        raise ConstraintError(TOO_LARGE)
     uses = {name: _refs(rule) for name, rule in rules.items()}
     below: dict[str, set[str]] = {}
     for name in rules:
@@ -333,25 +343,25 @@ def _inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
                 seen.add(used)
                 stack += uses[used]
         below[name] = seen
-    inlined: dict[str, Expression] = {}
+    result: dict[str, Expression] = {}
     sizes: dict[str, int] = {}
 
     def inline(part: Expression) -> Expression:
         if part[0] == "ref":
             fits = part[1] not in below[part[1]] and sizes[part[1]] <= MAX_INLINED_PARTS
-            return inlined[part[1]] if fits else part
+            return result[part[1]] if fits else part
         return _map_parts(part, inline)
 
     for name in sorted(rules, key=lambda name: len(below[name])):  # used rules come first
         if name not in below[name]:
-            inlined[name] = inline(rules[name])
-            sizes[name] = size(inlined[name])
+            result[name] = inline(rules[name])
+            sizes[name] = size(result[name])
             if sizes[name] > MAX_PARTS:
-                raise ConstraintError(_TOO_LARGE)
+                raise ConstraintError(TOO_LARGE)
     for name in rules:
         if name in below[name]:
-            inlined[name] = inline(rules[name])
-    return inlined
+            result[name] = inline(rules[name])
+    return result
 
 
 class ByteGrammar:
@@ -378,20 +388,29 @@ class ByteGrammar:
     """
 
     def __init__(self, rules: dict[str, Expression]) -> None:
-        rule_names, stack = [""], [""]
-        while stack:
-            for name in sorted(_refs(rules[stack.pop()])):
-                if name not in rule_names:
-                    rule_names.append(name)
-                    stack.append(name)
-        self._number = {name: number for number, name in enumerate(rule_names)}
-        self._classify([rules[name] for name in rule_names])
+        rules = _used(rules)
+        number = {name: place for place, name in enumerate(rules)}
+        sets = (leaf[1] for rule in rules.values() for leaf in leaves(rule) if leaf[0] == "set")
+        class_of_byte, members = byte_classes(sets)
+        self.classes = bytes(class_of_byte)
+        self.dead_class = class_of_byte[255]  # no UTF-8 has the byte 255
         self.transitions: list[dict[int, int]] = []
         self.rule_calls: list[list[tuple[int, int]]] = []
         self.completed_rule: list[int] = []
-        self.start_states = [
-            self._automaton(rules[name], self._number[name]) for name in rule_names
-        ]
+        self.start_states: list[int] = []
+
+        def labels(leaf: Expression) -> list[int]:
+            return members[leaf[1]] if leaf[0] == "set" else [-1 - number[leaf[1]]]
+
+        for name, rule in rules.items():
+            first = len(self.transitions)
+            self.start_states.append(first)
+            found, is_final = determinize(rule, labels, MAX_STATES - first)
+            self.completed_rule += [number[name] if final else -1 for final in is_final]
+            for targets in found:
+                moved = [(label, first + to) for label, to in targets.items()]
+                self.transitions.append({label: to for label, to in moved if label >= 0})
+                self.rule_calls.append([(-1 - label, to) for label, to in moved if label < 0])
         self._trim()
         self.is_regular = not any(self.rule_calls)
 
@@ -400,126 +419,6 @@ class ByteGrammar:
         """The estimated memory of the automata, in bytes."""
         num_edges = sum(map(len, self.transitions)) + sum(map(len, self.rule_calls))
         return 400 * len(self.transitions) + 100 * num_edges
-
-    def _classify(self, rules: list[Expression]) -> None:
-        sets: dict[int, int] = {}
-
-        def collect(part: Expression) -> None:
-            kind, body = part
-            if kind == "set":
-                sets.setdefault(body, len(sets))
-            elif kind == "star":
-                collect(body)
-            elif kind != "ref":
-                for part in body:
-                    collect(part)
-
-        for rule in rules:
-            collect(rule)
-        class_by_signature: dict[tuple[bool, ...], int] = {}
-        class_of_byte = []
-        for byte in range(256):
-            signature = tuple(bool(mask >> byte & 1) for mask in sets)
-            class_of_byte.append(class_by_signature.setdefault(signature, len(class_by_signature)))
-        self.classes = bytes(class_of_byte)
-        self.dead_class = class_by_signature[(False,) * len(sets)]  # no UTF-8 has the byte 255
-        self._members = {
-            mask: sorted({class_of_byte[byte] for byte in range(256) if mask >> byte & 1})
-            for mask in sets
-        }
-
-    def _automaton(self, rule: Expression, number: int) -> int:
-        """Builds the automaton of a rule by Thompson's construction and the subset construction.
-        Returns the start state."""
-        epsilon: list[list[int]] = []
-        edges: list[dict[int, list[int]]] = []  # by class, or by -1 - rule
-
-        def new_node() -> int:
-            if len(edges) > 8 * MAX_STATES:
-                raise ConstraintError(_TOO_LARGE)
-            epsilon.append([])
-            edges.append({})
-            return len(edges) - 1
-
-        def build_nfa(part: Expression, first: int) -> int:
-            kind, body = part
-            if kind in ("set", "ref"):
-                last = new_node()
-                labels = self._members[body] if kind == "set" else [-1 - self._number[body]]
-                for label in labels:
-                    edges[first].setdefault(label, []).append(last)
-                return last
-            if kind == "seq":
-                for part in body:
-                    first = build_nfa(part, first)
-                return first
-            if kind == "star":
-                inner = new_node()
-                epsilon[first].append(inner)
-                epsilon[build_nfa(body, inner)].append(inner)
-                last = new_node()
-                epsilon[inner].append(last)
-                return last
-            last = new_node()
-            if kind == "first":
-                for part in body:
-                    epsilon[first].append(last)
-                    first = build_nfa(part, first)
-                epsilon[first].append(last)
-                return last
-            for part in body:
-                inner = new_node()
-                epsilon[first].append(inner)
-                epsilon[build_nfa(part, inner)].append(last)
-            return last
-
-        start = new_node()
-        end = build_nfa(rule, start)
-
-        def epsilon_closure(nodes: set[int]) -> frozenset[int]:
-            stack = [*nodes]
-            while stack:
-                for other in epsilon[stack.pop()]:
-                    if other not in nodes:
-                        nodes.add(other)
-                        stack.append(other)
-            # Others only lead on: without them, equal states are found to be equal.
-            return frozenset(node for node in nodes if edges[node] or node == end)
-
-        states: dict[frozenset[int], int] = {}
-        queue: deque[frozenset[int]] = deque()
-        work = 0
-
-        def state(nodes: set[int]) -> int:
-            nonlocal work
-            subset = epsilon_closure(nodes)
-            work += len(subset)
-            if work > _MAX_SUBSETS:
-                raise ConstraintError(_TOO_LARGE)
-            if subset not in states:
-                if len(self.transitions) >= MAX_STATES:
-                    raise ConstraintError(_TOO_LARGE)
-                states[subset] = len(self.transitions)
-                self.transitions.append({})
-                self.rule_calls.append([])
-                self.completed_rule.append(number if end in subset else -1)
-                queue.append(subset)
-            return states[subset]
-
-        start_state = state({start})
-        while queue:
-            subset = queue.popleft()
-            targets: dict[int, set[int]] = {}
-            for nfa_node in subset:
-                for label, nodes in edges[nfa_node].items():
-                    targets.setdefault(label, set()).update(nodes)
-            for label in sorted(targets):
-                target = state(targets[label])
-                if label >= 0:
-                    self.transitions[states[subset]][label] = target
-                else:
-                    self.rule_calls[states[subset]].append((-1 - label, target))
-        return start_state
 
     def _states_reaching_end(self, *, follow_steps: bool) -> set[int]:
         """The states from which the end of their rule can be reached; without `follow_steps`, by
@@ -608,16 +507,21 @@ def _read_grammar(description: str) -> ByteGrammar:
             )
         text = grammars[0]["lark_grammar"]
     text = _OPTIONS.sub("", text)
-    return grammar_of(lambda: Rules(text).expanded())
+
+    def rules() -> dict[str, Expression]:
+        found, ignored = Rules(text).rules_and_ignored()
+        return with_longest_match(_used(inlined(found)), ignored)
+
+    return grammar_of(rules)
 
 
 def grammar_of(rules: Callable[[], dict[str, Expression]]) -> ByteGrammar:
-    """The automata of the rules that `rules` returns, with non-recursive rules inlined.
+    """The automata of the rules that `rules` returns.
 
     Raises:
         ConstraintError: The grammar is not supported or too large.
     """
     try:
-        return ByteGrammar(_inlined(rules()))
+        return ByteGrammar(rules())
     except RecursionError:
         raise ConstraintError("the grammar is nested too deeply") from None

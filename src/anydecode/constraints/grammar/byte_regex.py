@@ -2,7 +2,9 @@
 
 An expression is a tuple: `("set", mask)` one byte of a set (bit b: byte b), `("seq", parts)` a
 sequence, `("alt", parts)` alternatives, `("first", parts)` any number of the first parts,
-`("star", part)` repetition, and `("ref", name)` a rule of a grammar.
+`("star", part)` repetition, `("ref", name)` a rule of a grammar, `("terminal", expression)` a
+terminal of it, and `("graph", edges)` the paths from node 0 to node 1 of an automaton, whose edges
+are `(node, expression, node)`.
 """
 
 from __future__ import annotations
@@ -70,6 +72,16 @@ def size(expression: Expression) -> int:
         return sizes[id(expression)]
 
     return count_parts(expression)
+
+
+def matches_empty(expression: Expression) -> bool:
+    """Whether an expression over bytes matches the empty text."""
+    kind, parts = expression
+    if kind == "seq":
+        return all(map(matches_empty, parts))
+    if kind == "alt":
+        return any(map(matches_empty, parts))
+    return kind in ("star", "first")
 
 
 def repeated(expression: Expression, min_count: int, max_count: int | None) -> Expression:

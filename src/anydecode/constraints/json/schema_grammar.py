@@ -11,7 +11,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from anydecode.constraints.grammar.byte_grammar import ByteGrammar, byte_grammar, grammar_of
+from anydecode.constraints.grammar.byte_grammar import (
+    ByteGrammar,
+    byte_grammar,
+    grammar_of,
+    inlined,
+)
 from anydecode.constraints.grammar.byte_regex import (
     EMPTY,
     Expression,
@@ -101,7 +106,7 @@ def canvas_grammar_of(description: str) -> ByteGrammar:
         schema = grammars[0].get("json_schema") if len(grammars) == 1 else None
     if schema is None:
         return byte_grammar(description)
-    return grammar_of(lambda: _SchemaRules(schema).rules)
+    return grammar_of(lambda: inlined(_SchemaRules(schema).rules))
 
 
 class _SchemaRules:

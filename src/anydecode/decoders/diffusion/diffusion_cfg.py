@@ -230,16 +230,22 @@ class GrammaticalDenoiser(Denoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "the canvas is an automaton over bytes, not over terminals: there is no lexer, a mask"
-            " is exactly one token, and the number of masks is fixed (the paper's gaps have any"
-            " length)",
+            "the canvas is an automaton over bytes, not over terminals, and the lexer is compiled"
+            " into the grammar; a mask is exactly one token, and the number of masks is fixed (the"
+            " paper's gaps have any length)",
             "whether a completion exists is decided from left to right with Earley items, not"
             " bottom-up over triples, and without a time limit",
             "if a sample is rejected, all tokens that leave no completion are excluded at that"
             " position at once; as the check is exact, a token remains, and neither a limit on"
             " samples nor a completion by a witness is needed",
-            "grammars use Lark's notation without templates; terminals need not be the longest"
-            " match, and ignored text may also come first and last; the engine xgrammar is refused",
+            "grammars use Lark's notation without templates. A terminal is the longest match among"
+            " those that may come next, as for autoregressive decoders, without going back to a"
+            " shorter one; where several match the same text, any may be meant. At the end of a"
+            " recursive rule, what may follow any of its uses counts as what may come next, so that"
+            " texts can be lost. Ignored text may also come first and last; the engine xgrammar is"
+            " refused",
+            "a step checks that some tokens at the masks make the bytes a text of the grammar or of"
+            " the schema, and nothing else; a keyword of a schema that it cannot check is refused",
             "a complete text may also end at the last position without an end of text",
             "of a JSON Schema, strings have only the short escapes, additional property names none,"
             " and numbers no exponents; format, multipleOf, patternProperties, minProperties,"
@@ -263,8 +269,9 @@ def diffusion_cfg(
     """Denoises under a constraint; the request needs `constraint=` JsonSchema, Grammar,
     Regex or Choice.
 
-    There is no lexer: where white space must be between two words, the grammar says so
-    (`"FROM" /[ ]+/ NAME`), as ignored text may be empty.
+    A terminal is the longest match: two words that would be one need white space between them.
+    Where it must be elsewhere, the grammar says so (`"FROM" /[ ]+/ NAME`): ignored text may be
+    empty.
 
     Args:
         block: Positions per block (0: the whole canvas; default: up to 32).
