@@ -39,10 +39,10 @@ def recorded(llm: LLM) -> Iterator[list[Burst]]:
 
     def running(rows: Any, cache: Any, spec: Any) -> Any:
         if spec.drafts is not None:
-            bursts.append(Burst(spec.drafts, spec.num_steps))
+            bursts.append(Burst(spec.drafts, spec.step_limits[0]))
         output = run(rows, cache, spec)
         if spec.drafts is not None:
-            bursts[-1].tokens = list(output.sampled)
+            bursts[-1].tokens = output.steps[0]
         return output
 
     llm.model.run = running  # type: ignore[method-assign]

@@ -141,12 +141,12 @@ def test_what_another_thread_submits_ends_the_burst_that_runs() -> None:
         run = runner.model.run
 
         def disturbed(rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
-            if is_first := output_spec.num_steps > 1 and not counts:
+            if is_first := bool(output_spec.step_limits) and not counts:
                 other = Thread(target=llm.driver.post, args=(lambda: None,))
                 other.start()
                 other.join()
             output = run(rows, cache, output_spec)
-            if output_spec.num_steps > 1:
+            if output_spec.step_limits:
                 counts.append((output.num_passes, is_first))
             return output
 

@@ -111,14 +111,15 @@ class _MultiStepModel(_SamplingModel):
 
     def run(self, rows, cache, output_spec):
         output = super().run(rows, cache, output_spec)
-        if output_spec.num_steps == 1:
+        if not output_spec.step_limits:
             return output
         self.passes += 1
         self.together = max(self.together, len(output_spec.samples))
         last = output_spec.logits[[spec.row for spec in output_spec.samples]]
         steps = [[token] for token in output.sampled]
         ends = output_spec.end_tokens
-        while len(steps[0]) < output_spec.num_steps and not ends & {one[-1] for one in steps}:
+        limit = min(output_spec.step_limits)
+        while len(steps[0]) < limit and not ends & {one[-1] for one in steps}:
             count = len(steps[0])
             positions = rows.positions[last] + np.int32(count + self.skipped)
             tables = [rows.tables[table] for table in rows.table[last]]
@@ -136,8 +137,8 @@ class _MultiStepModel(_SamplingModel):
             output = _SamplingModel.run(self, row, cache, next_spec)
             for one, token in zip(steps, output.sampled, strict=True):
                 one.append(token)
-        found = {"steps": steps} if output_spec.step_limits else {"sampled": steps[0]}
-        return Output(output.logits, output.hidden, num_passes=len(steps[0]), **found)
+        sampled = [one[0] for one in steps]
+        return Output(output.logits, output.hidden, sampled, len(steps[0]), steps)
 
 
 def run_multi_step(
@@ -197,7 +198,7 @@ def test_sequences_that_share_multi_step_passes_reserve_slots_for_them_alone(
         allow(self, plan)
         found = {span.reserved for _, span, _ in plan.scheduled if isinstance(span, MultiStepSpan)}
         rooms.append(found)
-        assert not plan.multi_step or found == {plan.output_spec.num_steps - 1}
+        assert not plan.multi_step or found == {max(plan.output_spec.step_limits) - 1}
 
     monkeypatch.setattr(ModelRunner, "_allow_multi_step", allowing)
     assert run_multi_step(_MultiStepModel(seed=1), PROMPTS) == alone(PROMPTS)
@@ -228,7 +229,7 @@ def test_auto_uses_multi_step_passes_where_calls_take_long(
     counts, run = [], model.run
 
     def counted(rows, cache, output_spec):  # type: ignore[no-untyped-def]
-        counts.append(output_spec.num_steps)
+        counts.append(max(output_spec.step_limits, default=1))
         return run(rows, cache, output_spec)
 
     monkeypatch.setattr(model, "run", counted)

@@ -1074,7 +1074,8 @@ def run_multi_step(
     def run(rows: Rows, cache: KeyValues, position: int, num_steps: int) -> Output:
         noise_position = position + 1 + shift * (num_steps > 1)
         sample = SampleSpec(0, inverse, noise.seed, noise.stream, noise_position)
-        output_spec = OutputSpec(ints([len(rows) - 1]), {}, [sample], num_steps, end_tokens)
+        limits = [num_steps] if num_steps > 1 else []
+        output_spec = OutputSpec(ints([len(rows) - 1]), {}, [sample], limits, end_tokens)
         return executor.run(rows, cache, output_spec)
 
     slots = np.random.default_rng(3).permutation(9 + count).astype(np.int32)
@@ -1088,7 +1089,7 @@ def run_multi_step(
         position = 8 + len(alone)
         output = run(sequence_rows(alone[-1:], slots, position), cache, position, 1)
         alone += output.sampled
-    return together.sampled, alone, np.array_equal(output.logits, logits)
+    return together.steps[0], alone, np.array_equal(output.logits, logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -1112,9 +1113,11 @@ def run_together(
     end_tokens: frozenset[int] = frozenset(),
     interrupted: bool = False,
     min_probability: float | None = None,
+    limits: Sequence[int] = (),
 ) -> tuple[Output, list[list[int]]]:
     """A multi-step call with three sequences of 9, 1 and 30 tokens, of which the last rows are
-    sampled, and the tokens of each alone, one call per token."""
+    sampled, and `count` tokens of each alone, one call per token. `limits` are those of the call,
+    by default `count` for each."""
     lengths = (9, 1, 30)
     inverse = 1 / temperature if temperature else 0.0
     order = np.random.default_rng(3).permutation(sum(lengths) + 3 * count).astype(np.int32)
@@ -1145,10 +1148,10 @@ def run_together(
     texts = [list(range(length)) for length in lengths]
     last = ints(np.cumsum(lengths) - 1)
     ends = [length - 1 for length in lengths]
-    spec = OutputSpec(last, {}, samples(ends, range(3)), count, end_tokens)
+    spec = OutputSpec(last, {}, samples(ends, range(3)), [*limits] or [count] * 3, end_tokens)
     spec.interrupt = np.array([1], np.int32) if interrupted else None
-    spec.step_limits, spec.probabilities = [count] * 3, min_probability is not None
-    spec.min_probabilities = [min_probability or 0.0] * 3
+    if min_probability is not None:
+        spec.min_probabilities = [min_probability] * 3
     together = network.executor(2).run(parts([0, 0, 0], texts), network.cache(len(order)), spec)
     together = replace(together, logits=together.logits.copy())
     alone: list[list[int]] = []
@@ -1182,6 +1185,16 @@ def test_a_multi_step_call_with_several_sequences_equals_single_steps(
     assert together.steps == [tokens[: first + 1] for tokens in alone]
     together, alone = run_together(network, temperature, count, interrupted=True)
     assert together.steps == [tokens[:1] for tokens in alone] and together.num_passes == 1
+    assert together.sampled == [tokens[0] for tokens in alone] and not together.step_probabilities
+
+
+def test_texts_end_where_one_of_them_has_its_tokens_and_drafts_one_by_one(library: Library) -> None:
+    network, limits = Network(4, vocab=50), [5, 2, 4]
+    together, alone = run_together(network, 0.8, 5, limits=limits)
+    assert together.steps == [tokens[:2] for tokens in alone] and together.num_passes == 2
+    together, alone = run_together(network, 0.8, 5, min_probability=0.0, limits=limits)
+    assert together.steps == [tokens[:n] for tokens, n in zip(alone, limits, strict=True)]
+    assert [len(one) for one in together.step_probabilities] == limits and together.num_passes == 5
 
 
 def test_each_of_several_drafts_ends_with_its_first_improbable_token(library: Library) -> None:
@@ -1206,7 +1219,7 @@ def test_noise_of_other_positions_gives_other_multi_step_tokens(library: Library
 def test_more_steps_than_the_table_holds_are_rejected(library: Library) -> None:
     network = Network(4, vocab=50)
     rows = sequence_rows(np.arange(9), np.arange(9))
-    output_spec = OutputSpec(ints([8]), {}, [SampleSpec(0)], 2)
+    output_spec = OutputSpec(ints([8]), {}, [SampleSpec(0)], [2])
     executor = network.executor(2)
     with pytest.raises(InvalidRequestError, match="too short"):
         executor.run(rows, network.cache(9), output_spec)

@@ -209,31 +209,41 @@ class ModelRunner:
         return builder
 
     def _allow_multi_step(self, plan: Plan) -> None:
-        """Allow further steps if the pass has a single span, within `MAX_MULTI_STEP_SECONDS`, or
-        if all spans have some. Prompts have more than one row, so the first token is not delayed,
-        but for drafts."""
-        span, spec = plan.scheduled[0][1], plan.output_spec
-        if len(plan.scheduled) > 1:
-            self._allow_joint_steps(plan)
+        """Allow further steps if all spans have some: drafts, or texts, within
+        `MAX_MULTI_STEP_SECONDS`. Prompts have more than one row, so the first token of a text is
+        not delayed."""
+        spec, spans = plan.output_spec, list[MultiStepSpan]()
+        for _, span, _ in plan.scheduled:
+            if isinstance(span, MultiStepSpan) and span.reserved:
+                spans.append(span)
+        if not len(plan.scheduled) == len(spans) == len(spec.samples) == len(spec.logits):
             return
-        if not isinstance(span, MultiStepSpan) or not spec.samples:
+        limits = [1 + span.reserved for span in spans]
+        if spans[0].min_probability is not None:
+            spec.min_probabilities = [span.min_probability or 0.0 for span in spans]
+        elif len(plan.rows) > len(spans):
             return
-        is_draft, num_steps = span.min_probability is not None, 1 + span.reserved
-        if not is_draft:
-            max_passes = self._max_steps(1)
-            if span.drafts is None:
-                num_steps = min(num_steps, max_passes)
-            else:
-                span.drafts.max_passes = min(max_passes, num_steps, span.drafts.max_passes)
-        if num_steps > 1 and (is_draft or len(plan.rows) == 1):
-            plan.multi_step = [span]
-            spec.num_steps, spec.end_tokens = num_steps, span.end_tokens
-            spec.probabilities, spec.min_probability = is_draft, span.min_probability or 0.0
-            spec.drafts = span.drafts
-            spec.interrupt = None if is_draft else self.interrupt
-            if spec.drafts is not None:  # its passes return the states that a drafter reads
-                plan.states.clear()
-                spec.hidden.clear()
+        else:
+            spec.interrupt = self.interrupt
+            if len(spans) == 1:
+                limits = self._limit_alone(plan, spans[0])
+        if max(limits) > 1:
+            plan.multi_step, spec.step_limits = spans, limits
+            spec.end_tokens = spans[0].end_tokens
+            if len(spans) > 1:
+                spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
+
+    def _limit_alone(self, plan: Plan, span: MultiStepSpan) -> list[int]:
+        """Limit the steps, or the passes with drafts, of a text that runs alone. Returns its
+        maximum number of tokens."""
+        max_passes, num_tokens, spec = self._max_steps(1), 1 + span.reserved, plan.output_spec
+        if span.drafts is None:
+            return [min(num_tokens, max_passes)]
+        span.drafts.max_passes = min(max_passes, num_tokens, span.drafts.max_passes)
+        spec.drafts = span.drafts
+        plan.states.clear()  # its passes return the states that a drafter reads
+        spec.hidden.clear()
+        return [num_tokens]
 
     def _max_steps(self, num_sequences: int) -> int:
         """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`."""
@@ -252,22 +262,6 @@ class ModelRunner:
                 return 0
             num_further = min(num_further, span.extra_tokens)
         return num_further
-
-    def _allow_joint_steps(self, plan: Plan) -> None:
-        """The same for several sequences."""
-        spec, spans = plan.output_spec, list[MultiStepSpan]()
-        for _, span, _ in plan.scheduled:
-            if isinstance(span, MultiStepSpan) and span.reserved:
-                spans.append(span)
-        if not len(plan.scheduled) == len(spans) == len(spec.samples) == len(spec.logits):
-            return
-        plan.multi_step = spans
-        spec.step_limits = [1 + span.reserved for span in spans]
-        spec.num_steps = max(spec.step_limits)
-        spec.probabilities = spans[0].min_probability is not None
-        spec.interrupt = None if spec.probabilities else self.interrupt
-        spec.min_probabilities = [span.min_probability or 0.0 for span in spans]
-        spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
 
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
@@ -329,12 +323,9 @@ class ModelRunner:
         """Update the caches after a pass and return the requests that are now complete, with their
         scores."""
         if plan.multi_step:
-            several = bool(plan.output_spec.step_limits)
-            steps = output.steps if several else [output.sampled]
-            chances = output.step_probabilities if several else [output.probabilities]
-            for one, tokens in zip(plan.multi_step, steps, strict=False):
+            for one, tokens in zip(plan.multi_step, output.steps, strict=False):
                 one.multi_step_tokens = tokens
-            for one, probabilities in zip(plan.multi_step, chances, strict=False):
+            for one, probabilities in zip(plan.multi_step, output.step_probabilities, strict=False):
                 one.probabilities = probabilities
             drafts = plan.output_spec.drafts
             rows = drafts.rows if drafts is not None else []

@@ -653,32 +653,25 @@ class OutputSpec:
     last layer. `hidden[l]` lists rows whose hidden state after `l` layers is returned (0:
     embeddings). `samples` are optional: a backend may leave them unsampled.
 
-    Where `num_steps` is more than 1 there is one sample, of the last row, which attends to its
-    table up to itself and has no tail. A backend that samples it may continue (multi-step): run a
-    pass over the sampled token at the next position, whose slot is in the table, sample again, and
-    so on, until it has sampled `num_steps` tokens or one of `end_tokens`, or until the product of
-    the tokens' probabilities is below `min_probability`, or until the one element of `interrupt`,
-    which other threads may set meanwhile, is not 0. With `probabilities`, these (at temperature 1)
-    are returned. With `drafts`, a pass over a single row may have drafts in each step.
-
-    With `step_limits` there are several samples, at most `MAX_SEQUENCES`, of the last rows of as
-    many sequences, which run their steps together. `step_limits[i]`, up to `num_steps`, is the most
-    tokens of sequence i. With `probabilities` they are drafts, `min_probabilities[i]` is the bound
-    of draft i, and each further pass has the drafts that have not ended; without, all stop where
-    one of them does.
+    With `step_limits` there is one sample of each of at most `MAX_SEQUENCES` sequences, of its last
+    row, which attends to its table up to itself and has no tail. A backend that samples them may
+    continue (multi-step): run a pass over the sampled tokens at the next positions, whose slots are
+    in the tables, sample again, and so on. A sequence ends with `step_limits[i]` tokens or with one
+    of `end_tokens`, and all of them end where one does. With `min_probabilities` the sequences are
+    drafts, of which each ends by itself, also where the product of its tokens' probabilities (at
+    temperature 1) is below `min_probabilities[i]`. All end with the present step if the one element
+    of `interrupt`, which other threads may set meanwhile, is not 0. With `drafts`, the steps of one
+    sequence, whose first pass is over a single row, may have drafts.
     """
 
     logits: np.ndarray  # int32 row indices
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     samples: list[SampleSpec] = field(default_factory=list)
-    num_steps: int = 1
+    step_limits: list[int] = field(default_factory=list)
     end_tokens: frozenset[int] = frozenset()
-    probabilities: bool = False
-    min_probability: float = 0.0
+    min_probabilities: list[float] = field(default_factory=list)
     drafts: BurstDrafts | None = None
     interrupt: np.ndarray | None = None  # int32 [1]
-    step_limits: list[int] = field(default_factory=list)
-    min_probabilities: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -687,19 +680,17 @@ class Output:
 
     `logits` is float32 `[len(output_spec.logits), vocab_size]` and `hidden[l]` float32 `[rows,
     hidden_size]`. Both may be views of buffers that the next pass of the same model overwrites.
-    `sampled` has the tokens of `output_spec.samples`, or is empty where the backend does not
-    sample. After several steps it has all sampled tokens in order, up to one that the sampler is to
-    decide, and `logits` are those of the last one, or of that one if it is the first;
-    `probabilities` has one entry per token if `OutputSpec.probabilities` is set. `num_passes` is
-    the number of passes of all steps, with one whose sample is left to the sampler. With
-    `OutputSpec.step_limits`, `steps[i]` has the tokens of sequence i and `step_probabilities[i]`
-    the probabilities of a draft's; both are empty where the backend has run one pass.
+    `sampled` has the tokens of `output_spec.samples`, -1 where one is left to the sampler, or is
+    empty where the backend does not sample. After several steps (`OutputSpec.step_limits`)
+    `steps[i]` has all tokens of sequence i in order, from `sampled[i]` up to one that is left to
+    the sampler, and `step_probabilities[i]` the probabilities of a draft's; `logits` are those of
+    the last pass. Both are empty where the backend has run one step. `num_passes` is the number of
+    passes of all steps, with one whose sample is left to the sampler.
     """
 
     logits: Array
     hidden: dict[int, Array]
     sampled: list[int] = field(default_factory=list)
-    probabilities: list[float] = field(default_factory=list)
     num_passes: int = 1
     steps: list[list[int]] = field(default_factory=list)
     step_probabilities: list[list[float]] = field(default_factory=list)

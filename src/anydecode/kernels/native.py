@@ -16,6 +16,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import CACHE_FORMATS, new_cache
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import (
+    MAX_SEQUENCES,
     Adapter,
     Attention,
     Backend,
@@ -202,6 +203,11 @@ class NativeExecutor:
         self._samples: Any = ()
         self._multi_step_tokens = np.empty(0, np.int32)
         self._step_probabilities = np.empty(0, np.float32)
+        self._step_limits, self._step_counts = np.zeros((2, MAX_SEQUENCES + 1), np.int32)
+        self._min_probabilities = np.zeros(MAX_SEQUENCES)
+        self._pass.step_limits = address_of(self._step_limits)
+        self._pass.step_counts = address_of(self._step_counts)
+        self._pass.min_probabilities = address_of(self._min_probabilities)
         self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
         self._top_k = max((shape.top_k or 0 for shape in self.program.shapes), default=0)
@@ -257,81 +263,61 @@ class NativeExecutor:
         captures, hidden = self._bind_captures(output_spec, start, stop)
         samples = output_spec.samples if self._can_sample else []
         specs = self._bind_samples(samples)
-        num_steps = output_spec.num_steps
-        if not self._can_continue or rows.tables[-1].ndim > 1:
-            num_steps = 1
         if output_spec.step_limits:
-            if num_steps > 1 and self._can_step_together(rows):
-                return self._step_together(output_spec, start, stop, captures, hidden)
-            num_steps = 1
-        if self._states is not None:
-            num_steps = min(num_steps, self._states.max_steps)
-        probabilities: list[float] = []
-        if num_steps > 1:
-            self._bind_multi_step(num_steps, output_spec)
-        drafts = output_spec.drafts if num_steps > 1 and self.drafts_in_bursts else None
-        bound = None if drafts is None else BoundDrafts(drafts, num_steps)
-        self._pass.drafting = None if bound is None else bound.address
-        self._call(start, stop, output_spec.logits, captures, len(samples), num_steps)
+            num_steps = self._max_steps(rows, output_spec.step_limits)
+            if num_steps > 1:
+                output = self._run_steps(output_spec, num_steps, start, stop, captures, hidden)
+                if self._states is not None and len(output.steps[0]) > 1:
+                    position = rows.positions[-1] + len(output.steps[0]) - 1
+                    slot = rows.tables[rows.table[-1]][position]
+                    cache.states.move(self._states.last_state, int(slot))
+                return output
+        self._call(start, stop, output_spec.logits, captures, len(samples))
         sampled = [specs[i].token for i in range(len(samples))]
-        num_passes = 1
-        if num_steps > 1:
-            sampled = self._multi_step_tokens[:num_steps].tolist()
-        if output_spec.num_steps > 1 and not output_spec.step_limits:
-            count = next((i for i, token in enumerate(sampled) if token < 0), len(sampled))
-            num_passes = count + (sampled[count : count + 1] == [-1])
-            sampled = sampled[:count]
-        if num_steps > 1:
-            if output_spec.probabilities:
-                probabilities = self._step_probabilities[: len(sampled)].tolist()
-            if bound is not None and drafts is not None:
-                bound.store()
-                num_passes = len(drafts.rows)
-            if self._states is not None and len(sampled) > 1:
-                slot = rows.tables[rows.table[-1]][rows.positions[-1] + len(sampled) - 1]
-                cache.states.move(self._states.last_state, int(slot))
-        logits = self._logits(len(output_spec.logits))
-        return Output(logits, hidden, sampled, probabilities, num_passes)
+        return Output(self._logits(len(output_spec.logits)), hidden, sampled)
 
     @property
     def kernels(self) -> str:
         """A name of the code that computes the passes; another build or variant has another."""
         return f"{self._library.variant} of {self._library.build}"
 
-    def _can_step_together(self, rows: Rows) -> bool:
-        """Whether several sequences may have further steps (`OutputSpec.step_limits`)."""
-        return self._states is None and all(table.ndim == 1 for table in rows.tables)
+    def _max_steps(self, rows: Rows, step_limits: list[int]) -> int:
+        """The number of steps that a pass may have here; see `OutputSpec.step_limits`."""
+        if not self._can_continue or any(table.ndim > 1 for table in rows.tables):
+            return 1
+        if self._states is None:
+            return max(step_limits)
+        return min(step_limits[0], self._states.max_steps) if len(step_limits) == 1 else 1
 
-    def _step_together(
+    def _run_steps(
         self,
         output_spec: OutputSpec,
+        num_steps: int,
         start: int,
         stop: int,
         captures: Any,
         hidden: dict[int, np.ndarray],
     ) -> Output:
-        """Run a bound pass with further steps of several sequences."""
-        p, count, num_steps = self._pass, len(output_spec.samples), output_spec.num_steps
-        self._bind_multi_step(count * num_steps, output_spec)
-        limits = np.array(output_spec.step_limits, np.int32)
-        bounds = np.array(output_spec.min_probabilities, np.float64)
-        p.step_limits, p.min_probabilities = address_of(limits), address_of(bounds)
-        p.drafting = None
+        """Run a bound pass with up to `num_steps` steps of each sequence."""
+        count, drafts = len(output_spec.step_limits), output_spec.drafts
+        self._bind_multi_step(count, num_steps, output_spec)
+        bound = None
+        if drafts is not None and self.drafts_in_bursts:
+            bound = BoundDrafts(drafts, num_steps)
+            self._pass.drafting = bound.address
         self._call(start, stop, output_spec.logits, captures, count, num_steps)
-        shape = count, num_steps
-        of_all = self._multi_step_tokens[: count * num_steps].reshape(shape)
-        steps, chances, num_passes = list[list[int]](), list[list[float]](), 1
-        for number, row in enumerate(of_all):
-            tokens: list[int] = row.tolist()
-            length = next((i for i, token in enumerate(tokens) if token < 0), num_steps)
-            num_passes = max(num_passes, length + (tokens[length : length + 1] == [-1]))
-            steps.append(tokens[:length])
-            if output_spec.probabilities:
-                first = number * num_steps
-                chances.append(self._step_probabilities[first : first + length].tolist())
-        logits = self._logits(len(output_spec.logits))
+        if bound is not None:
+            bound.store()
+        *counts, num_passes = self._step_counts[: count + 1].tolist()
+        firsts = range(0, count * num_steps, num_steps)
+        parts = [slice(first, first + n) for first, n in zip(firsts, counts, strict=True)]
+        steps = [self._multi_step_tokens[part].tolist() for part in parts]
+        chances = []
+        if output_spec.min_probabilities:
+            chances = [self._step_probabilities[part].tolist() for part in parts]
         sampled = [tokens[0] if tokens else -1 for tokens in steps]
-        return Output(logits, hidden, sampled, [], num_passes, steps, chances)
+        logits = self._logits(len(output_spec.logits))
+        return Output(logits, hidden, sampled, num_passes, steps, chances)
 
     @property
     def truncates(self) -> bool:
@@ -344,23 +330,24 @@ class NativeExecutor:
         has_states = bool(self.program.recurrences) or self._reads_states
         return self._can_continue and not has_states and not self._pass.head_tokens
 
-    def _bind_multi_step(self, num_steps: int, output_spec: OutputSpec) -> None:
+    def _bind_multi_step(self, count: int, num_steps: int, output_spec: OutputSpec) -> None:
+        """Bind what a pass with several steps of `count` sequences reads and writes beside others."""
         p, end_tokens = self._pass, output_spec.end_tokens
         if end_tokens is not self._end_tokens:
             self._end_tokens = end_tokens
             self._end_token_array = np.array(sorted(end_tokens), np.int32)
             p.end_tokens, p.num_end_tokens = address_of(self._end_token_array), len(end_tokens)
-        if num_steps > len(self._multi_step_tokens):
-            self._multi_step_tokens = np.empty(2 * num_steps, np.int32)
-            self._step_probabilities = np.empty(2 * num_steps, np.float32)
+        if count * num_steps > len(self._multi_step_tokens):
+            self._multi_step_tokens = np.empty(2 * count * num_steps, np.int32)
+            self._step_probabilities = np.empty(2 * count * num_steps, np.float32)
             p.multi_step_tokens = address_of(self._multi_step_tokens)
-        p.interrupt = None
+        self._step_limits[:count] = output_spec.step_limits
+        p.interrupt = p.step_probabilities = p.drafting = None
         if output_spec.interrupt is not None:
             p.interrupt = address_of(output_spec.interrupt)
-        p.step_probabilities = None
-        if output_spec.probabilities:
+        if output_spec.min_probabilities:
+            self._min_probabilities[:count] = output_spec.min_probabilities
             p.step_probabilities = address_of(self._step_probabilities)
-            p.min_probability = output_spec.min_probability
 
     def _run_parts(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run rows with different layer ranges: one call per range of layers."""

@@ -160,79 +160,17 @@ EXPORT void anydecode_unpack_row(const Matrix *w, int row, float *out) {
   chosen->unpack_row(w, row, out);
 }
 
-/* Go on after `pass`: run a pass over the sampled token at the next position, sample again, and so
- * on, up to num_steps tokens. */
-static int multi_step(const Pass *pass, int threads) {
-  static const int32_t zero = 0;
-  int last = pass->num_rows - 1, lead = pass->scan_lead;
-  int32_t token, slot, prefix, table = pass->table[last], position = pass->positions[last];
-  SampleSpec *spec = pass->samples;
-  Pass next = *pass;
-  next.num_rows = next.num_logits = 1;
-  next.num_captures = 0;
-  next.tokens = &token;
-  next.positions = &position;
-  next.slots = &slot;
-  next.table = &table;
-  next.prefix = &prefix;
-  next.tail_start = next.tail_length = next.logit_rows = &zero;
-  next.inputs = pass->carries_states ? pass->stream + (int64_t)last * pass->hidden_size : NULL;
-  if (pass->adapters) next.adapters = pass->adapters + last;
-  /* The last row's state is that of its run's last step; each further step replaces it. */
-  int32_t scan_slots[MAX_WINDOW], scan_rows[MAX_WINDOW], scan_saves[MAX_WINDOW], state = -1;
-  int32_t scan_first[2] = {0, lead + 1};
-  if (pass->num_runs) {
-    state = pass->scan_saves[pass->scan_first[pass->num_runs] - 1];
-    next.num_runs = 1;
-    next.scan_start = &state;
-    next.scan_first = scan_first;
-    next.scan_slots = scan_slots;
-    next.scan_rows = scan_rows;
-    next.scan_saves = scan_saves;
-    scan_rows[lead] = 0;
-    scan_saves[lead] = state;
-  }
-  double path = 1.0;
-  for (int step = 0;;) {
-    token = spec->token;
-    if (token < 0) {
-      pass->multi_step_tokens[step] = -1;
-      return OK;
-    }
-    if (pass->step_probabilities) {
-      double probability = probability_of(pass, spec->row, token);
-      pass->step_probabilities[step] = (float)probability;
-      path *= probability;
-    }
-    pass->multi_step_tokens[step++] = token;
-    spec->row = 0;
-    if (step == pass->num_steps) return OK;
-    if (is_end_token(pass, token) || path < pass->min_probability || is_interrupted(pass)) {
-      pass->multi_step_tokens[step] = NO_MORE;
-      return OK;
-    }
-    prefix = ++position + 1;
-    if (prefix > pass->table_length[table]) return ERROR_TABLE;
-    slot = pass->tables[table][position];
-    for (int j = 0; pass->num_runs && j <= lead; j++)
-      scan_slots[j] = position < lead - j ? -1 : pass->tables[table][position - lead + j];
-    spec->counter[0]++;
-    int problem = run_once(&next, threads);
-    if (problem) return problem;
-    if (pass->carries_states) next.inputs = pass->stream;
-  }
-}
-
-/* The same after a pass with several samples, one per sequence. Drafts, which have probabilities, go
- * on without those that have ended; else all stop where one text may end. All stop where a sample is
- * left to the caller, too. */
-static int steps_together(const Pass *pass, int threads) {
+/* Go on after `pass`, which has one sample per sequence: run a pass over the sampled tokens at the
+ * next positions, sample again, and so on. Drafts, which have probabilities, go on without those that
+ * have ended; else all stop where one text ends. All stop where a sample is left to the caller, too.
+ * Only a single sequence may have recurrences. */
+static int further_steps(const Pass *pass, int threads) {
   int32_t tokens[MAX_SEQUENCES], positions[MAX_SEQUENCES], slots[MAX_SEQUENCES];
   int32_t tables[MAX_SEQUENCES], prefixes[MAX_SEQUENCES], adapters[MAX_SEQUENCES];
   int32_t rows[MAX_SEQUENCES], zeros[MAX_SEQUENCES] = {0}, numbers[MAX_SEQUENCES];
   double paths[MAX_SEQUENCES];
   SampleSpec specs[MAX_SEQUENCES];
-  int n = pass->num_samples;
+  int n = pass->num_samples, lead = pass->scan_lead;
   size_t state = (size_t)pass->hidden_size * sizeof(float);
   for (int i = 0; i < n; i++) {
     int last = pass->logit_rows[pass->samples[i].row];
@@ -258,29 +196,44 @@ static int steps_together(const Pass *pass, int threads) {
   next.logit_rows = rows;
   next.inputs = pass->carries_states ? pass->stream : NULL;
   if (pass->adapters) next.adapters = adapters;
+  /* The last row's state is that of its run's last step; each further step replaces it. */
+  int32_t scan_slots[MAX_WINDOW], scan_rows[MAX_WINDOW], scan_saves[MAX_WINDOW], scan_state = -1;
+  int32_t scan_first[2] = {0, lead + 1};
+  if (pass->num_runs) {
+    scan_state = pass->scan_saves[pass->scan_first[pass->num_runs] - 1];
+    next.num_runs = 1;
+    next.scan_start = &scan_state;
+    next.scan_first = scan_first;
+    next.scan_slots = scan_slots;
+    next.scan_rows = scan_rows;
+    next.scan_saves = scan_saves;
+    scan_rows[lead] = 0;
+    scan_saves[lead] = scan_state;
+  }
   for (int step = 0;; step++) {
     int left = 0, ends = is_interrupted(pass);
+    pass->step_counts[pass->num_samples] = step + 1;
     for (int i = 0; i < n; i++) {
       int number = numbers[i];
       int64_t at = (int64_t)number * pass->num_steps + step;
       int32_t token = specs[i].token;
-      pass->multi_step_tokens[at] = token < 0 ? -1 : token;
+      pass->step_counts[number] = step + (token >= 0);
       if (token < 0) {
         ends = 1;
         continue;
       }
-      if (step + 1 < pass->num_steps) pass->multi_step_tokens[at + 1] = NO_MORE;
+      pass->multi_step_tokens[at] = token;
+      int is_full = step + 1 == pass->num_steps || step + 1 >= pass->step_limits[number];
+      int is_last = is_full || is_end_token(pass, token);
       if (pass->step_probabilities) {
         double probability = probability_of(pass, specs[i].row, token);
         pass->step_probabilities[at] = (float)probability;
         paths[i] *= probability;
-        if (paths[i] < pass->min_probabilities[number]) continue;
+        is_last |= paths[i] < pass->min_probabilities[number];
+      } else {
+        ends |= is_last;
       }
-      if (is_end_token(pass, token)) {
-        ends |= !pass->step_probabilities;
-        continue;
-      }
-      if (step + 1 >= pass->step_limits[number]) continue;
+      if (is_last) continue;
       if (left < i) {
         numbers[left] = number;
         specs[left] = specs[i];
@@ -303,6 +256,10 @@ static int steps_together(const Pass *pass, int threads) {
       specs[i].row = i;
       specs[i].counter[0]++;
     }
+    for (int j = 0; pass->num_runs && j <= lead; j++) {
+      int32_t position = *positions - lead + j;
+      scan_slots[j] = position < 0 ? -1 : pass->tables[*tables][position];
+    }
     int problem = run_once(&next, threads);
     if (problem) return problem;
   }
@@ -314,7 +271,7 @@ EXPORT int anydecode_run(const Pass *pass, int threads) {
   if (pass->num_steps > 1 && pass->drafting) return drafting_steps(pass, threads);
   int problem = run_once(pass, threads);
   if (problem || pass->num_steps < 2) return problem;
-  return pass->num_samples > 1 ? steps_together(pass, threads) : multi_step(pass, threads);
+  return further_steps(pass, threads);
 }
 
 enum { READ_PARTS = 64 };

@@ -194,12 +194,11 @@ static int drafting_steps(const Pass *pass, int threads) {
     drafting->rows[drafting->num_passes] = rows;
     drafting->sources[drafting->num_passes] = draft.source;
     drafting->seconds[drafting->num_passes++] = now() - start;
+    pass->step_counts[1] = drafting->num_passes;
     for (;; kept++) {
       int32_t token = specs[kept].token;
-      if (token < 0) {
-        pass->multi_step_tokens[step] = -1;
-        return OK;
-      }
+      pass->step_counts[0] = step + (token >= 0);
+      if (token < 0) return OK;
       pass->multi_step_tokens[step++] = token;
       read_token(drafting, token);
       if (drafter) drafter->tokens[drafter->num_known++] = token;
@@ -207,7 +206,6 @@ static int drafting_steps(const Pass *pass, int threads) {
       int is_last = kept == count || token != tokens[kept + 1];
       int is_full = drafting->num_passes == drafting->max_passes;
       if (ends || (is_last && (is_full || is_interrupted(pass)))) {
-        if (step < pass->num_steps) pass->multi_step_tokens[step] = NO_MORE;
         if (kept)
           memcpy(pass->logits, pass->logits + (int64_t)kept * pass->head_size,
                  sizeof(float) * pass->head_size);

@@ -140,7 +140,6 @@ typedef struct {
   int64_t token;
 } BestToken;
 
-enum { NO_MORE = -2 };
 enum { MAX_SEQUENCES = 64 }; /* of a multi-step pass (interface.py: MAX_SEQUENCES) */
 enum { MAX_DRAFTS = 32, MAX_MATCH = 64, NUM_BINS = 10 };
 
@@ -215,17 +214,16 @@ struct Pass {
   float *attention_scratch;
   int64_t attention_scratch_floats;
   SampleSpec *samples;
-  /* The tokens of a multi-step pass: the pass's only sample, of its last row, then the sample of a
-   * pass over that token at the next position, and so on. It stops after one of `end_tokens`, after
-   * `num_steps` tokens, or at an interrupt. Where there are fewer, -1 follows the last if another pass has run
-   * whose sample is left to the caller, else NO_MORE. */
+  /* The tokens of a multi-step pass, [num_samples, num_steps]: each sequence's sample, of its last
+   * row, then that of a pass over that token at the next position, and so on. A sequence ends with
+   * one of `end_tokens`, at its limit, or where its sample is left to the caller. */
   int32_t *multi_step_tokens;
+  int32_t *step_counts; /* the tokens of each sequence, then the passes of all steps */
   const int32_t *end_tokens;
   const volatile int32_t *interrupt; /* NULL, or not 0 once no further step is to begin */
-  /* The probability of each of these tokens (at temperature 1), or NULL. It also stops after the
-   * token with which their product falls below `min_probability`. */
+  /* Of drafts, which end one by one; else NULL: the probability of each of these tokens (at
+   * temperature 1). A draft also ends where their product falls below its `min_probabilities`. */
   float *step_probabilities;
-  double min_probability;
   /* Of a head without all tokens: those of its columns, ascending, [head_size]; else NULL. Samples
    * are of `spread` [vocab_size], which is -inf but at these tokens. */
   const int32_t *head_tokens;
@@ -239,9 +237,7 @@ struct Pass {
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
   int32_t team; /* of the threads that run the pass */
   Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
-  /* Of a multi-step pass with several samples, one per sequence: the most tokens of each, up to
-   * num_steps, and the min_probability of each draft. Their tokens are in rows of num_steps. */
-  const int32_t *step_limits;
+  const int32_t *step_limits; /* of a multi-step pass: the most tokens of each sequence */
   const double *min_probabilities;
   /* The positions that the last indexer has selected for each row, [rows, top_k], at
    * `selected_rows` if it is not NULL. */
