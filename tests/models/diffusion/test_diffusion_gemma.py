@@ -24,6 +24,7 @@ from anydecode.decoders.diffusion.uniform import UniformDenoiser
 from anydecode.errors import AnydecodeError
 from anydecode.scoring.sequence import Sequence
 from diffusion_checkpoints import MASK, write_tokenizer
+from gguf_models import finish, tensor_names, writer_with
 
 #: Published fields of the text model with small sizes: windows of 6, blocks of 8.
 TEXT: dict[str, Any] = {
@@ -145,6 +146,107 @@ def test_every_pass_equals_transformers(tmp_path: Path, backend: str | None) -> 
     assert {first for _, first, _, _ in record.passes} == {13, 21, 29}
     assert len(record.passes) == 15
     assert largest_difference(model, record) < 2e-3
+
+
+#: The metadata of `TEXT` as llama.cpp's converter writes them.
+METADATA: dict[str, Any] = {
+    "block_count": 3,
+    "context_length": 256,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.head_count_kv": [2, 2, 1],
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.causal": False,
+    "attention.shared_kv_layers": 0,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False],
+    "embedding_length_per_layer_input": 0,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 24,
+    "final_logit_softcapping": 30.0,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4,
+}
+#: The tensors that Gemma 4 has not.
+OWN_TENSORS = {
+    "model.decoder.self_conditioning.pre_norm.weight": "self_cond_pre_norm.weight",
+    "model.decoder.self_conditioning.gate_proj.weight": "self_cond_gate.weight",
+    "model.decoder.self_conditioning.up_proj.weight": "self_cond_up.weight",
+    "model.decoder.self_conditioning.down_proj.weight": "self_cond_down.weight",
+    **{
+        f"model.encoder.language_model.layers.{layer}.layer_scalar": (
+            f"blk.{layer}.enc_layer_output_scale.weight"
+        )
+        for layer in range(3)
+    },
+}
+
+
+def gguf_of(model: Any, path: Path, renamed: dict[str, str] = OWN_TENSORS, **own: Any) -> Path:
+    """The model as a GGUF file, as llama.cpp's converter writes it."""
+    writer = writer_with(path, "diffusion-gemma", METADATA, TEXT["vocab_size"])
+    for key, value in {"diffusion.canvas_length": BLOCK, **own}.items():
+        writer.add_uint32(key, value)
+    names, written = tensor_names("gemma4", 3), set()
+    for name, tensor in model.state_dict().items():
+        target = renamed.get(name)
+        if target is None and not name.startswith("model.decoder."):
+            continue  # those of the vision tower, and those that both roles share
+        if target is None:
+            plain = name.replace("model.decoder.", "model.")
+            layer, part = plain.split(".")[2:3], plain.rpartition(".")[2]
+            if ".router." in plain and part in ("scale", "per_expert_scale"):
+                scaled = "ffn_gate_inp" if part == "scale" else "ffn_down_exps"
+                target = f"blk.{layer[0]}.{scaled}.scale"
+            else:
+                suffix = "" if plain.endswith((".weight", ".bias")) else ".weight"
+                target = names.get_name(plain + suffix, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        written.add(target)
+        writer.add_tensor(target, np.ascontiguousarray(tensor.numpy(), np.float32))
+    assert {*renamed.values()} <= written
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 4 + [1e30] * 12, np.float32))
+    finish(writer)
+    return path
+
+
+def test_every_pass_of_a_gguf_file_equals_transformers(tmp_path: Path) -> None:
+    model = reference(tmp_path)
+    path = gguf_of(model, tmp_path / "model.gguf")
+    record = decoded(path)
+    assert {first for _, first, _, _ in record.passes} == {13, 21, 29}
+    assert largest_difference(model, record) < 2e-3
+    with LLM(str(path), threads=1) as llm:
+        assert llm.model.spec.decoder == "diffusion-gemma:cache=block"
+    swapped = {
+        name: target if "enc_" not in target else target.replace("enc_", "")
+        for name, target in OWN_TENSORS.items()
+    }
+    for layer in range(3):  # a file whose layers have the scales of the other role
+        own = f"model.decoder.layers.{layer}.layer_scalar"
+        swapped[own] = f"blk.{layer}.enc_layer_output_scale.weight"
+    wrong = gguf_of(model, tmp_path / "wrong.gguf", swapped)
+    assert largest_difference(model, decoded(wrong)) > 0.01
+
+
+def test_wrong_gguf_files_raise_one_line_errors(tmp_path: Path) -> None:
+    model = reference(tmp_path)
+    without = {k: v for k, v in OWN_TENSORS.items() if not v.startswith("blk.2.enc")}
+    for path, message in (
+        (gguf_of(model, tmp_path / "a.gguf", without), "context.layers.2.layer_scalar"),
+        (gguf_of(model, tmp_path / "b.gguf", **{"diffusion.canvas_length": 0}), "canvas_length"),
+    ):
+        with pytest.raises(AnydecodeError, match=message) as caught:
+            LLM(str(path), threads=1)
+        assert "\n" not in str(caught.value)
 
 
 def test_without_self_conditioning_passes_differ(

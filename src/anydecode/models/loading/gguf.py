@@ -25,6 +25,7 @@ from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_netwo
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_names import (
+    CONTEXT_SCALE,
     EXPERTS,
     FLAT,
     HEADS,
@@ -150,6 +151,8 @@ def _convert(
         is_layer = is_extra or (layer.isdigit() and int(layer) < num_layers)
         if layer == "0" and part in UNUSED_IN_FIRST.get(architecture, ()):
             return []
+        if is_layer and architecture == "diffusion-gemma" and f"{part}.{leaf}" == CONTEXT_SCALE:
+            return [_vector(file, info, f"context.layers.{layer}.layer_scalar", "model.", config)]
         vectors = {**VECTORS, **OWN_VECTORS.get(architecture, {})}
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:

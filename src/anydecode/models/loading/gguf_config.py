@@ -31,7 +31,13 @@ from anydecode.models.loading.gguf_dense import (
     stablelm,
     starcoder2,
 )
-from anydecode.models.loading.gguf_diffusion import denoising, dream, llada_moe, rnd1
+from anydecode.models.loading.gguf_diffusion import (
+    denoising,
+    diffusion_gemma,
+    dream,
+    llada_moe,
+    rnd1,
+)
 from anydecode.models.loading.gguf_encoder import (
     bert,
     jina_bert,
@@ -89,7 +95,7 @@ from anydecode.models.loading.gguf_recurrent import (
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma3n", "gemma4", "mimo2", "deci")
+_VARIED = ("gemma3n", "gemma4", "diffusion-gemma", "mimo2", "deci")
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -174,6 +180,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "llada-moe": llada_moe,
         "dream": dream,
         "rnd1": rnd1,
+        "diffusion-gemma": diffusion_gemma,
         "rwkv7": rwkv7,
         "jamba": jamba,
         "mamba2": mamba_2,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.errors import CheckpointError
-from anydecode.models.limits import refusal
+from anydecode.models.limits import MAX_SIZE, integer, refusal
 from anydecode.models.loading.gguf_experts import experts, qwen3_moe
+from anydecode.models.loading.gguf_gemma import gemma4
 from anydecode.models.loading.gguf_keys import Keys
 
 
 def denoising(keys: Keys, config: dict[str, Any]) -> None:
     """Diffusion models: which position a row predicts, and the mask token."""
     metadata, path = keys.file.metadata, keys.file.path
-    if keys.get("attention.causal", False) is not False:
-        raise CheckpointError(f"{path}: {keys.architecture} with causal attention is unsupported")
+    _refuse_causal(keys)
     shift = metadata.get("diffusion.shift_logits")
     if shift is not None:
         if not isinstance(shift, bool):
@@ -44,3 +44,20 @@ def rnd1(keys: Keys, config: dict[str, Any]) -> None:
     """RND1."""
     denoising(keys, config)
     qwen3_moe(keys, config)
+
+
+def diffusion_gemma(keys: Keys, config: dict[str, Any]) -> None:
+    """DiffusionGemma: the layers of Gemma 4, and the length of the canvas."""
+    _refuse_causal(keys)
+    gemma4(keys, config)
+    name = "diffusion.canvas_length"
+    if name in keys.file.metadata:
+        length = keys.file.metadata[name]
+        config["canvas_length"] = integer(f"{keys.file.path}: metadata {name}", length, 1, MAX_SIZE)
+
+
+def _refuse_causal(keys: Keys) -> None:
+    if keys.get("attention.causal", False) is not False:
+        raise CheckpointError(
+            f"{keys.file.path}: {keys.architecture} with causal attention is unsupported"
+        )

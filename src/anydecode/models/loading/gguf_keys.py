@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "llada-moe": ("llada_moe", "LLaDAMoEModelLM"),
     "dream": ("dream", "DreamModel"),
     "rnd1": ("rnd1", "RND1LM"),
+    "diffusion-gemma": ("diffusion_gemma_text", "DiffusionGemmaForBlockDiffusion"),
     "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
     "jamba": ("jamba", "JambaForCausalLM"),
     "mamba2": ("mamba2", "Mamba2ForCausalLM"),

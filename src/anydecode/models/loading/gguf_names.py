@@ -13,13 +13,22 @@ OUTER = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 #: Modules outside the layers that have another meaning in one architecture.
-OWN_OUTER = dict.fromkeys(
-    (
-        *("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "modern-bert"),
-        *("jina-bert-v2", "jina-bert-v3"),
+OWN_OUTER = {
+    **dict.fromkeys(
+        (
+            *("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "modern-bert"),
+            *("jina-bert-v2", "jina-bert-v3"),
+        ),
+        {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
     ),
-    {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
-)
+    "diffusion-gemma": {
+        "self_cond_pre_norm": "model.self_conditioning.pre_norm",
+        **{
+            f"self_cond_{part}": f"model.self_conditioning.{part}_proj"
+            for part in ("gate", "up", "down")
+        },
+    },
+}
 LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -107,6 +116,9 @@ def _shared(module: str) -> dict[str, str]:
     return {"ffn_gate_inp": "mlp.gate", **parts}
 
 
+_GEMMA_4 = ("gemma4", "diffusion-gemma")
+#: Scales of the layers of DiffusionGemma as a context.
+CONTEXT_SCALE = "enc_layer_output_scale.weight"
 #: Latent attention and experts.
 _DEEPSEEK = ("deepseek2", "deepseek32", "glm-dsa", "mistral4")
 #: Latent attention.
@@ -130,14 +142,17 @@ OVERRIDES = {
     "gemma3": _SANDWICH,
     "gemma-embedding": _SANDWICH,
     "gemma3n": {**_SANDWICH, **_PER_LAYER, **_STREAMS},
-    "gemma4": {
-        **_SANDWICH,
-        **_PER_LAYER,
-        "ffn_gate_inp": "router.proj",
-        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-        "post_ffw_norm_1": "post_feedforward_layernorm_1",
-        "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    },
+    **dict.fromkeys(
+        _GEMMA_4,
+        {
+            **_SANDWICH,
+            **_PER_LAYER,
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+    ),
     "bert": _SUM_NORMS,
     "nomic-bert": {**_SUM_NORMS, "attn_qkv": "self_attn.qkv_proj"},
     "nomic-bert-moe": {
@@ -255,7 +270,9 @@ EXPERTS = {
             "ffn_down": "block_sparse_moe.experts.{}.w2",
         },
     ),
-    "gemma4": {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()},
+    **dict.fromkeys(
+        _GEMMA_4, {part: name.removeprefix("mlp.") for part, name in _MLP_EXPERTS.items()}
+    ),
     **dict.fromkeys(
         ("llama4", "jamba"),
         {part: name.replace("mlp", "feed_forward") for part, name in _MLP_EXPERTS.items()},
@@ -286,11 +303,14 @@ _GATED_DELTA_VECTORS = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 OWN_VECTORS = {
     "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
-    "gemma4": {
-        "ffn_gate_inp.scale": "router.scale",
-        "ffn_down_exps.scale": "router.per_expert_scale",
-        "layer_output_scale.weight": "layer_scalar",
-    },
+    **dict.fromkeys(
+        _GEMMA_4,
+        {
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+    ),
     "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
     "jamba": {"ssm_a": "mamba.A", "ssm_d": "mamba.D"},
     "rwkv7": {
