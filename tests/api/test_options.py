@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -78,6 +78,8 @@ async def use(llm: LLM, options: GenerateOptions) -> None:
     llm.stream("x", temprature=0.5)  # 16
     llm.chat([], top_k="many")  # 17
     llm.generate([1, "5"])  # 18
+    reveal_type(llm.chat([[{"role": "user", "content": "x"}]], top_k=3))  # 19
+    reveal_type(await llm.achat([[{"role": "user", "content": "x"}]]))  # 20
 """
 
 CONFIG = """
@@ -116,12 +118,14 @@ def test_types_of_results_and_of_options(tmp_path: Path) -> None:
         12: "list[float]",
         13: "list[list[float]]",
         14: "list[anydecode.api.generation.StreamChunk]",
+        19: f"list[{one}]",
+        20: f"list[{one}]",
     }, done.stdout + done.stderr
     assert set(errors) == {15, 16, 17, 18}
     for number in (15, 16):
         assert 'Unexpected keyword argument "temprature"' in errors[number]
         assert 'did you mean "temperature"?' in errors[number]
-    assert 'Argument "top_k" to "chat" of "LLM" has incompatible type' in errors[17]
+    assert 'No overload variant of "chat" of "LLM" matches argument types' in errors[17]
     assert "List item 1 has incompatible type" in errors[18]
 
 
@@ -132,6 +136,28 @@ def test_every_method_refuses_an_unknown_option() -> None:
             prompt = [{"role": "user", "content": "x"}] if "chat" in name else "x"
             with pytest.raises(InvalidRequestError, match=match):
                 getattr(llm, name)(prompt, temprature=1.0)
+
+
+def test_conversations_of_a_batch_are_answered_as_each_alone_in_order() -> None:
+    conversations = [
+        [{"role": "user", "content": "the cat"}],
+        [{"role": "system", "content": "a dog"}, {"role": "user", "content": "sat"}],
+        [{"role": "user", "content": "on the mat"}],
+    ]
+
+    options: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0, "seed": 3}
+
+    async def together(llm: LLM) -> list[list[int]]:
+        return [one.tokens for one in await llm.achat(conversations, **options)]
+
+    with scripted_llm() as llm:
+        alone = [llm.chat(one, **options).tokens for one in conversations]
+        found = llm.chat(conversations, **options)
+        assert [one.tokens for one in found] == alone == asyncio.run(together(llm))
+        assert alone != alone[::-1]  # the wrong twin: answers in another order
+        assert [one.tokens for one in llm.chat(conversations[:1], **options)] == alone[:1]
+        joined = [message for one in conversations for message in one]
+        assert llm.chat(joined, **options).tokens not in alone  # the wrong twin: one conversation
 
 
 def test_streams_take_one_sample() -> None:

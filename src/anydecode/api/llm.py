@@ -319,27 +319,46 @@ class LLM:
         """
         return self._stream(self._streamed_request(prompt, options))
 
+    @overload
     def chat(
         self,
         messages: Messages,
         *,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Generation:
-        """Answer a conversation with the model's chat template.
+    ) -> Generation: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Seq[Messages],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Generation]: ...
+
+    def chat(
+        self,
+        messages: Messages | Seq[Messages],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation | list[Generation]:
+        """Answer a conversation, or a batch of conversations, with the model's chat template.
 
         Args:
-            messages: Dicts with `role` and `content`.
+            messages: Dicts with `role` and `content`, or a list of such conversations, which are
+                answered together.
             template_variables: Further variables of the template, such as `enable_thinking`.
             **options: See `GenerateOptions`.
 
         Returns:
-            The answer.
+            The answer, or a list of answers for a batch.
 
         Raises:
             InvalidRequestError: As `generate`, or if the model has no chat template.
         """
-        return self.generate(self._render_chat(messages, template_variables), **options)
+        return self.generate(self._render_chats(messages, template_variables), **options)
 
     def stream_chat(
         self,
@@ -389,15 +408,33 @@ class LLM:
         finally:
             self.abandon(request)
 
+    @overload
     async def achat(
         self,
         messages: Messages,
         *,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
-    ) -> Generation:
+    ) -> Generation: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Seq[Messages],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Generation]: ...
+
+    async def achat(
+        self,
+        messages: Messages | Seq[Messages],
+        *,
+        template_variables: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation | list[Generation]:
         """`chat` for asyncio."""
-        return await self.agenerate(self._render_chat(messages, template_variables), **options)
+        return await self.agenerate(self._render_chats(messages, template_variables), **options)
 
     def astream_chat(
         self,
@@ -881,6 +918,15 @@ class LLM:
         """A request whose decoder reads `tokens` and generates nothing."""
         params = SamplingParams(temperature=0.0, max_tokens=1)
         return Request(self.resources, tokens, decoder, params, adapter=adapter)
+
+    def _render_chats(
+        self, messages: Messages | Seq[Messages], variables: Mapping[str, Any] | None
+    ) -> list[int] | list[list[int]]:
+        """The prompt of a conversation, or those of a batch of them."""
+        conversations: Any = list(messages)
+        if not conversations or isinstance(conversations[0], Mapping):
+            return self._render_chat(conversations, variables)
+        return [self._render_chat(one, variables) for one in conversations]
 
     def _render_chat(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[int]:
         self.resources.check_generates()

@@ -331,7 +331,7 @@ class NativeExecutor:
         return self._can_continue and not has_states and not self._pass.head_tokens
 
     def _bind_multi_step(self, count: int, num_steps: int, output_spec: OutputSpec) -> None:
-        """Bind what a pass with several steps of `count` sequences reads and writes beside others."""
+        """Bind what a pass with several steps of `count` sequences has beside others."""
         p, end_tokens = self._pass, output_spec.end_tokens
         if end_tokens is not self._end_tokens:
             self._end_tokens = end_tokens
