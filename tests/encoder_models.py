@@ -13,6 +13,9 @@ import pytest
 #: The letters, as words and as parts of words, and the special tokens of BERT.
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS += [chr(97 + index) for index in range(26)] + [f"##{chr(97 + index)}" for index in range(26)]
+#: The tasks of a model like jina-embeddings-v3, with their prompts.
+TASKS = {"separation": "a b ", "text-matching": "c "}
+RANK, SCALE = 4, 0.5
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 48,
@@ -109,6 +112,53 @@ def declare_pooling(
         limits = {"max_seq_length": max_tokens}
         (folder / "sentence_bert_config.json").write_text(json.dumps(limits))
     return folder
+
+
+def save_published_jina_v3(model: Any, folder: Path, **config: Any) -> dict[str, np.ndarray]:
+    """Save a model with the layout of its repository: with random updates of each matrix and of the
+    tables of embeddings, for each task. Returns the updates."""
+    from safetensors.numpy import load_file, save_file
+
+    declare_pooling(
+        save_encoder(model, folder),
+        "lasttoken",
+        is_normalized=False,
+        prompts={"separation": "b ", "other": "b"},
+    )
+    path, tensors, rng = folder / "model.safetensors", {}, np.random.default_rng(0)
+    updates: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(path).items():
+        assert ".self_attn." not in name, "saved in its published layout"
+        if name.endswith("weight") and tensor.ndim == 2:
+            parametrised = name.replace("weight", "parametrizations.weight")
+            tensors[f"roberta.{parametrised}.original"] = tensor
+            size, width = tensor.shape
+            shapes = [(2, RANK, width), (2, size, RANK)]
+            if "embeddings" in name:
+                shapes = [(2, size, RANK), (2, RANK, width)]
+            pair = [rng.normal(size=shape).astype(np.float32) * 0.3 for shape in shapes]
+            for part, values in zip("AB", pair, strict=True):
+                tensors[f"roberta.{parametrised}.0.lora_{part}"] = values
+            first, second = pair if "embeddings" in name else pair[::-1]
+            updates[name] = first @ second * np.float32(SCALE)
+        else:
+            tensors[f"roberta.{name}"] = tensor
+    save_file(tensors, path)
+    stored = json.loads((folder / "config.json").read_text())
+    del stored["rope_parameters"]
+    stored |= {
+        "model_type": "xlm-roberta",
+        "architectures": ["XLMRobertaModel"],
+        "auto_map": {"AutoModel": "jinaai/xlm-roberta--modeling_lora.XLMRobertaLoRA"},
+        "position_embedding_type": "rotary",
+        "rotary_emb_base": 20000.0,
+        "lora_adaptations": list(TASKS),
+        "task_instructions": TASKS,
+        "lora_rank": RANK,
+        "lora_alpha": SCALE * RANK,
+    }
+    (folder / "config.json").write_text(json.dumps({**stored, **config}))
+    return updates
 
 
 def hf_states(model: Any, tokens: list[int], types: list[int] | None = None) -> np.ndarray:

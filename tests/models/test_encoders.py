@@ -12,7 +12,15 @@ import pytest
 
 from anydecode import LLM
 from anydecode.errors import CheckpointError, InvalidRequestError
-from encoder_models import add_letters, declare_pooling, hf_encoder, hf_states, save_encoder
+from encoder_models import (
+    TASKS,
+    add_letters,
+    declare_pooling,
+    hf_encoder,
+    hf_states,
+    save_encoder,
+    save_published_jina_v3,
+)
 from remote_encoders import REMOTE
 
 #: Longer than the windows of the cases, and than the blocks of keys of the kernels.
@@ -337,46 +345,79 @@ def test_other_settings_are_refused(
     assert "\n" not in str(error.value)
 
 
-def test_the_published_layout_of_jina_embeddings_v3(tmp_path: Path) -> None:
-    """As in its repository: matrices with updates for each task, which are left out together with
-    the prompts of these tasks."""
+def merged_jina_v3(folder: Path, updates: dict[str, np.ndarray], task: int) -> Any:
+    """The model of `transformers` with the updates of a task in its matrices."""
     from safetensors.numpy import load_file, save_file
 
     model = hf_encoder("JinaEmbeddingsV3", type_vocab_size=1)
-    declare_pooling(
-        save_encoder(model, tmp_path),
-        "lasttoken",
-        is_normalized=False,
-        prompts={"separation": "a", "other": "b"},
-    )
-    path, tensors = tmp_path / "model.safetensors", {}
-    for name, tensor in load_file(path).items():
-        assert ".self_attn." not in name, "saved in its published layout"
-        if name.endswith("weight") and tensor.ndim == 2:
-            parametrised = name.replace("weight", "parametrizations.weight")
-            tensors[f"roberta.{parametrised}.original"] = tensor
-            tensors[f"roberta.{parametrised}.0.lora_A"] = np.ones((2, 4, tensor.shape[1]))
-            tensors[f"roberta.{parametrised}.0.lora_B"] = np.ones((2, tensor.shape[0], 4))
-        else:
-            tensors[f"roberta.{name}"] = tensor
-    save_file(tensors, path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]
-    config |= {
-        "model_type": "xlm-roberta",
-        "architectures": ["XLMRobertaModel"],
-        "auto_map": {"AutoModel": "jinaai/xlm-roberta--modeling_lora.XLMRobertaLoRA"},
-        "position_embedding_type": "rotary",
-        "rotary_emb_base": 20000.0,
-        "lora_adaptations": ["separation", "text-matching"],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, update in updates.items():
+        tensors[name] = tensors[name] + update[task]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return type(model).from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def test_the_published_layout_of_jina_embeddings_v3(tmp_path: Path) -> None:
+    """As in its repository: matrices with updates for each task, which are left out without one."""
+    model = hf_encoder("JinaEmbeddingsV3", type_vocab_size=1)
+    save_published_jina_v3(model, tmp_path)
     tokens = [int(token) for token in LONG]
     with LLM(tmp_path, threads=1) as llm:
         expected = hf_states(model, tokens)[-1]
         assert np.abs(np.array(llm.embed(tokens)) - expected).max() < 1e-4
-        with pytest.raises(InvalidRequestError, match="this model's prompts are: other"):
-            llm.embed("abc", prompt_name="separation")
+        with pytest.raises(InvalidRequestError, match="this model's prompts are: other, separ"):
+            llm.embed("abc", prompt_name="text-matching")
+
+
+def test_the_tasks_of_jina_embeddings_v3(tmp_path: Path) -> None:
+    """A task has its own updates of every matrix and of the embeddings, and its own prompt. Wrong
+    twins: the other task, no task, and updates of the matrices alone."""
+    model = hf_encoder("JinaEmbeddingsV3", type_vocab_size=1)
+    updates = save_published_jina_v3(model, tmp_path)
+    tokens = [int(token) for token in LONG]
+    merged = [merged_jina_v3(tmp_path / str(task), updates, task) for task in range(2)]
+    in_layers = {name: update for name, update in updates.items() if "embeddings" not in name}
+    twin = merged_jina_v3(tmp_path / "2", in_layers, 0)
+    with LLM(tmp_path, threads=1) as llm:
+        assert llm.tasks == sorted(TASKS)
+        plain = llm.embed(tokens)
+        for task, (name, prompt) in enumerate(TASKS.items()):
+            found = np.array(llm.embed(tokens, task=name))
+            assert np.abs(found - hf_states(merged[task], tokens)[-1]).max() < 1e-4
+            for other in (merged[1 - task], model, twin):
+                assert np.abs(found - hf_states(other, tokens)[-1]).max() > 1e-2
+            read = llm.embed(f"{prompt}abc", task=name, prompt_name=None if task else "other")
+            with_prompt = llm.tokenizer.encode(f"{prompt if task else 'b'}{prompt}abc")
+            assert read == llm.embed(with_prompt, task=name)
+        together = llm.embed([tokens, tokens[:9], tokens[3:20]], task="separation")
+        assert together[0] == llm.embed(tokens, task="separation")
+        assert together[1] == llm.embed(tokens[:9], task="separation")
+        assert llm.embed(tokens) == plain
+        with pytest.raises(InvalidRequestError, match="tasks are: separation, text-matching"):
+            llm.embed("abc", task="other")
+        with pytest.raises(InvalidRequestError, match="leave one of them out"):
+            llm.embed("abc", task="separation", adapter="mine")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora_rank": 3}, "matrices of rank 3"),
+        ({"lora_adaptations": ["one"]}, "allowed are 1 matrices of rank 4"),
+        ({"lora_adaptations": "one"}, "lora_adaptations is 'one'"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"task_instructions": {"separation": 3}}, "task_instructions of separation is 3"),
+    ],
+)
+def test_malformed_tasks_end_in_one_line(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_published_jina_v3(hf_encoder("JinaEmbeddingsV3", type_vocab_size=1), tmp_path, **config)
+    with pytest.raises(CheckpointError, match=message) as error:
+        LLM(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_modules_and_poolings_that_are_not_supported_are_refused(tmp_path: Path) -> None:

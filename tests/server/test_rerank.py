@@ -12,7 +12,12 @@ import pytest
 
 from anydecode import LLM
 from anydecode.certification.checks import scripted_llm
-from encoder_models import declare_pooling, hf_encoder, save_encoder
+from encoder_models import (
+    declare_pooling,
+    hf_encoder,
+    save_encoder,
+    save_published_jina_v3,
+)
 from server_client import Client, served
 
 DOCUMENTS = ["cd", "ab ab", "zz q", "cd"]
@@ -72,6 +77,16 @@ def test_embeddings_are_those_of_the_python_api(embedding_client: Client, embedd
     other = answer(embedding_client, "/v1/embeddings", input="d", prompt_name="other")
     assert other["data"][0]["embedding"] == embedder.embed("o d")
     assert "query" in refusal(embedding_client, "/v1/embeddings", input="d", prompt_name="none")
+
+
+def test_embeddings_of_a_task(tmp_path: Path) -> None:
+    save_published_jina_v3(hf_encoder("JinaEmbeddingsV3", type_vocab_size=1), tmp_path)
+    with LLM(tmp_path, threads=1) as llm, served(llm) as client:
+        for options in ({}, {"task": "separation"}, {"task": "separation", "prompt_name": "other"}):
+            [entry] = answer(client, "/v1/embeddings", input="ab", **options)["data"]
+            assert entry["embedding"] == llm.embed("ab", **options)
+        assert llm.embed("a b ab") != llm.embed("ab", task="separation") != llm.embed("ab")
+        assert "text-matching" in refusal(client, "/v1/embeddings", input="ab", task="none")
 
 
 def test_long_texts_are_refused_or_cut_on_request(embedding_client: Client, embedder: LLM) -> None:

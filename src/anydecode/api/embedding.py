@@ -8,6 +8,7 @@ a pass. A causal model runs a text in chunks.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -18,6 +19,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.pooled_states import encoded, pooled_state
 from anydecode.errors import ContextLengthError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.classification import Classifier, sigmoid
+from anydecode.models.encoder_tasks import EncoderTask, task_named
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.yes_no import JudgePrompt, YesNo
@@ -40,6 +42,9 @@ class EmbedOptions(TypedDict, total=False):
         adapter: Name of a LoRA adapter (`add_adapter`), or None.
         prompt_name: The prompt of the repository that is put before a text, such as "query"; None
             for its default.
+        task: The task of the model whose updates of its matrices apply, such as "retrieval.query"
+            (jina-embeddings-v3); without a `prompt_name` the prompt is that of the task. None for
+            no updates.
         dimensions: The length that embeddings are cut to, for models that were trained for it.
         truncate_prompt_tokens: The number of tokens that a text is cut to, -1 for the model's
             context length; None: a longer text is an error.
@@ -47,6 +52,7 @@ class EmbedOptions(TypedDict, total=False):
 
     adapter: str | None
     prompt_name: str | None
+    task: str | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
 
@@ -74,13 +80,20 @@ class PooledState(Decoder):
         pooling: How states are pooled.
         has_final_norm: Whether the states are those after the final norm.
         types: The token type of each token; empty for type 0.
+        task: Whose updates of embeddings are added; None for none.
     """
 
     requirements = Requirements(causal=None, generates=False)
 
     def __init__(
-        self, pooling: Pooling, *, has_final_norm: bool = True, types: Seq[int] = ()
+        self,
+        pooling: Pooling,
+        *,
+        has_final_norm: bool = True,
+        types: Seq[int] = (),
+        task: EncoderTask | None = None,
     ) -> None:
+        self._task = task
         self.pooling = pooling
         self._has_final_norm = has_final_norm
         self._types = types
@@ -89,7 +102,7 @@ class PooledState(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         self._state = yield from pooled_state(
             sequence, TARGET, sequence.prompt, self.pooling, has_final_norm=self._has_final_norm,
-            types=self._types,
+            types=self._types, task=self._task,
         )  # fmt: skip
 
     def state(self) -> np.ndarray:
@@ -163,11 +176,25 @@ def pooling_of(model: Any) -> Pooling:
     return getattr(model, "pooling", None) or Pooling()
 
 
-def embedding_decoder(model: Any) -> PooledState:
-    """The decoder that computes an embedding. If the repository of a model that generates names no
-    pooling, the states are those before the final norm."""
+def text_start(model: Any, prompt_name: str | None, task: str | None) -> str:
+    """The prompt that is put before a text, see `EmbedOptions`."""
+    found = task_named(tasks_of(model), task)
+    if found is not None and prompt_name is None:
+        return found.prompt
+    return pooling_of(model).prompt(prompt_name)
+
+
+def tasks_of(model: Any) -> Mapping[str, EncoderTask]:
+    """The tasks of a model, by name."""
+    return getattr(model, "tasks", {})
+
+
+def embedding_decoder(model: Any, task: str | None = None) -> PooledState:
+    """The decoder that computes an embedding, for a task if one is named. If the repository of a
+    model that generates names no pooling, the states are those before the final norm."""
     is_trained = model.spec.is_encoder or getattr(model, "pooling", None) is not None
-    return PooledState(pooling_of(model), has_final_norm=is_trained)
+    found = task_named(tasks_of(model), task)
+    return PooledState(pooling_of(model), has_final_norm=is_trained, task=found)
 
 
 def cross_encoder(model: Any) -> Classifier | YesNo | None:

@@ -30,6 +30,8 @@ from anydecode.api.embedding import (
     pooling_of,
     ranked,
     relevance_decoder,
+    tasks_of,
+    text_start,
     text_tokens,
     token_limit,
 )
@@ -502,8 +504,8 @@ class LLM:
             The embedding, `[hidden_size]` or `[dimensions]`, or a list of them for a batch.
 
         Raises:
-            InvalidRequestError: If a text is empty or too long, or there is no such adapter or
-                prompt, or the embeddings may not be cut.
+            InvalidRequestError: If a text is empty or too long, or there is no such adapter,
+                prompt or task, or the embeddings may not be cut.
         """
         prompts, is_batch = split_prompts(prompt)
         requests, decoders = self._embeddings(prompts, options)
@@ -648,6 +650,19 @@ class LLM:
         """
         self._adapters.remove(name)
 
+    def embedding_adapter(self, adapter: str | None, task: str | None) -> LoadedAdapter | None:
+        """The adapter of an embedding: the one of this name, or that of a task of the model.
+
+        Raises:
+            InvalidRequestError: There is no such adapter or task, or both are given.
+        """
+        return self._adapters.of_embedding(adapter, task)
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks of the model for embeddings (`embed(task=)`), sorted."""
+        return sorted(tasks_of(self.model))
+
     @property
     def adapters(self) -> list[str]:
         """Names of the loaded adapters, sorted."""
@@ -707,7 +722,7 @@ class LLM:
         decoder: str | Decoder | SamplerPreset | Constraint | None = None,
         sampler: str | SamplerPreset | Seq[str | SamplerPreset] = (),
         constraint: str | Constraint | ConstraintState | None = None,
-        adapter: str | None = None,
+        adapter: str | LoadedAdapter | None = None,
         trace: bool = False,
         priority: int = 0,
         namespace: Hashable = None,
@@ -862,10 +877,11 @@ class LLM:
         """One request and decoder per prompt."""
         pooling = pooling_of(self.model)
         pooling.check_dimensions(options.get("dimensions"), self.model.spec.hidden_size)
-        start = pooling.prompt(options.get("prompt_name"))
+        task = options.get("task")
+        start = text_start(self.model, options.get("prompt_name"), task)
         limit = token_limit(options.get("truncate_prompt_tokens"), self.max_length)
-        loaded = self._adapters.find(options.get("adapter"))
-        decoders = [embedding_decoder(self.model) for _ in prompts]
+        loaded = self.embedding_adapter(options.get("adapter"), task)
+        decoders = [embedding_decoder(self.model, task) for _ in prompts]
         requests = []
         for decoder, one in zip(decoders, prompts, strict=True):
             if isinstance(one, str):

@@ -41,6 +41,7 @@ from anydecode.models.interface import Model
 from anydecode.models.limits import refusal
 from anydecode.models.network import Network
 from anydecode.models.spec import ModelSpec
+from anydecode.models.task_files import read_tasks
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Executor
 from anydecode.models.yes_no import read_yes_no
@@ -336,6 +337,7 @@ def open_checkpoint(
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):
+        model.tasks = read_tasks(checkpoint, model.network)
         model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
         if mask is not None and mask >= size and not model.spec.causal:
             raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")

@@ -153,10 +153,6 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:
         raise CheckpointError(
             f"{folder}: prompts in config_sentence_transformers.json are no texts"
         )
-    # Prompts of tasks for which each matrix has an update, which is not read (Jina's third model).
-    adapted = config.get("lora_adaptations")
-    if isinstance(adapted, list):
-        prompts = {name: text for name, text in prompts.items() if name not in adapted}
     default = settings.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(f"{folder}: default_prompt_name {default!r} is not in prompts")

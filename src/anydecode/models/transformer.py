@@ -33,6 +33,7 @@ from anydecode.kernels.routes import Route, RoutedPass, part_of
 from anydecode.models.accelerators import Accelerators
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
+from anydecode.models.encoder_tasks import EncoderTask
 from anydecode.models.exit_predictors import ExitPredictors
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.future_masks import FutureMasks
@@ -127,6 +128,7 @@ class Transformer:
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.end_split: Callable[[], None] | None = None  # ends processes of its own
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
+        self.tasks: Mapping[str, EncoderTask] = {}  # of an encoder
         heads = network.weights.block_heads
         self.slot_heads = None if heads is None else SlotHeads(heads, executor, self.embed)
         self.reranker: Classifier | YesNo | None = None  # of a cross-encoder

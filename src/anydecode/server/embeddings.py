@@ -16,7 +16,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
-from anydecode.api.embedding import embedding_decoder, pooling_of, token_limit
+from anydecode.api.embedding import embedding_decoder, pooling_of, text_start, token_limit
 from anydecode.api.request import Request
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
@@ -42,6 +42,7 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
         model=body.model,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
+        task=body.task,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     entries = (
@@ -76,6 +77,7 @@ async def embed_prompts(
     model: str | None,
     dimensions: int | None = None,
     prompt_name: str | None = None,
+    task: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> tuple[list[list[float]], int]:
     """The embeddings of texts or token ids, and the number of their tokens.
@@ -87,6 +89,7 @@ async def embed_prompts(
         model: The model or adapter that the request names.
         dimensions: The length of the embeddings that the request asks for.
         prompt_name: The prompt of the repository that is put before each text.
+        task: See `EmbedOptions`.
         truncate_prompt_tokens: See `EmbedOptions`.
 
     Raises:
@@ -98,13 +101,13 @@ async def embed_prompts(
         pooling.check_dimensions(dimensions, llm.model.spec.hidden_size)
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param="dimensions") from None
-    start = pooling.prompt(prompt_name)
+    start = text_start(llm.model, prompt_name, task)
     limit = token_limit(truncate_prompt_tokens, llm.max_length)
     texts = [start + prompt for prompt in prompts if isinstance(prompt, str)]
     encoded = iter(await service.preparation.text_tokens(http.scope["state"], texts, limit))
     tokens = [next(encoded) if isinstance(prompt, str) else prompt[:limit] for prompt in prompts]
-    decoders = [embedding_decoder(llm.model) for _ in prompts]
-    count = await measure(service, list(zip(tokens, decoders, strict=True)), http, model)
+    decoders = [embedding_decoder(llm.model, task) for _ in prompts]
+    count = await measure(service, list(zip(tokens, decoders, strict=True)), http, model, task)
     return [decoder.vector(dimensions) for decoder in decoders], count
 
 
@@ -113,6 +116,7 @@ async def measure(
     texts: Sequence[tuple[list[int], Decoder]],
     http: HttpRequest,
     model: str | None,
+    task: str | None = None,
 ) -> int:
     """Run decoders that generate nothing, one per text. Returns the number of tokens.
 
@@ -121,9 +125,10 @@ async def measure(
         texts: The tokens of each text, and its decoder.
         http: The request.
         model: The model or adapter that the request names.
+        task: The task of the model, of embeddings.
     """
     llm, state = service.llm, http.scope["state"]
-    adapter = adapter_of(model, llm, service.settings)
+    adapter = llm.embedding_adapter(adapter_of(model, llm, service.settings), task)
 
     def make_requests(part: Sequence[tuple[list[int], Decoder]]) -> list[Request]:
         requests = []

@@ -430,6 +430,7 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
     prompt_name: Name | None = None
+    task: Name | None = None
     truncate_prompt_tokens: Truncation | None = None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from anydecode.decoders.framework.canvas_spans import canvas_span
 from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.encoder_tasks import EncoderTask
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.score import ActionResult, DecoderAction, ScoreRequest
@@ -32,6 +33,7 @@ def pooled_state(
     *,
     has_final_norm: bool = True,
     types: Seq[int] = (),
+    task: EncoderTask | None = None,
 ) -> Generator[DecoderAction, ActionResult, np.ndarray]:
     """The pooled state of a text after the last layer of a model, float64 `[hidden_size]`.
 
@@ -42,13 +44,14 @@ def pooled_state(
         pooling: How states are pooled.
         has_final_norm: Whether the states are those after the final norm.
         types: The token type of each token; empty for type 0.
+        task: Whose updates of embeddings are added, of an encoder; None for none.
     """
     kv_cache = sequence.kv_cache(runner)
     kv_cache.truncate(0)
     model: Any = kv_cache.pool.model
     depth = model.spec.num_layers
     if model.spec.is_encoder:
-        scores = yield _whole_text(sequence, runner, kv_cache, tokens, pooling, types)
+        scores = yield _whole_text(sequence, runner, kv_cache, tokens, pooling, types, task)
         total = _summed(model, scores.hidden[depth], has_final_norm)
     else:
         total = np.zeros(model.spec.hidden_size)
@@ -83,6 +86,7 @@ def _whole_text(
     text: Seq[int],
     pooling: Pooling,
     types: Seq[int],
+    task: EncoderTask | None,
 ) -> ScoreRequest:
     """The request of an encoder: all tokens at once."""
     model: Any = kv_cache.pool.model
@@ -91,7 +95,10 @@ def _whole_text(
     segments = model.network.weights.segments
     if segments is not None:
         kinds = np.asarray(types, np.int64) if len(types) else np.zeros(count, np.int64)
-        inputs = model.embed(tokens) + segments[np.minimum(kinds, len(segments) - 1)]
+        kinds = np.minimum(kinds, len(segments) - 1)
+        inputs = model.embed(tokens) + segments[kinds]
+        if task is not None:
+            inputs = inputs + task.embeddings(tokens, kinds)
     span = canvas_span(
         kv_cache,
         np.arange(count),

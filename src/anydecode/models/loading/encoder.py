@@ -13,6 +13,7 @@ import numpy as np
 
 from anydecode.kernels import portable
 from anydecode.kernels.interface import Weight
+from anydecode.models.encoder_tasks import UPDATES
 from anydecode.models.families.dispatch import class_names
 from anydecode.models.families.rope import rope_type
 from anydecode.models.families.values import int_value, mapping_value, value_or
@@ -340,7 +341,7 @@ _LAYOUTS = {
     "gte": _GTE,
     "eurobert": _EUROBERT,
 }
-#: Matrices with updates for each task, which are not read, in Jina's third model.
+#: Matrices with updates for each task, in Jina's third model.
 _ORIGINAL, _UPDATES = "parametrizations.weight.original", "parametrizations.weight.0."
 #: The names of norms in checkpoints that were converted from TensorFlow.
 _OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
@@ -416,6 +417,10 @@ def to_hf_layout(
     result: dict[str, Reader] = {}
     for name, reader in readers.items():
         if _UPDATES in name:
+            updated, _, part = name.partition(f".{_UPDATES}")
+            target = _usual_name(updated, layout)
+            if target is not None:
+                result[f"{UPDATES}{target}.{part}"] = reader
             continue
         module, _, leaf = name.replace(_ORIGINAL, "weight").rpartition(".")
         leaf = _OLD_LEAVES.get(leaf, leaf)
