@@ -87,8 +87,10 @@ def refusal(key: str, cache: str, kind: str) -> str | None:
         return "passes of such a cache compute masks"
     if key in DRAFTING and cache in ("vicinity", "window", "elastic"):
         return "refreshes such a cache can score only one"
-    if key == "ete" and cache not in ("none", "block"):
-        return "passes of such a cache compute one"
+    if key in ("ete", "wino") and cache not in ("none", "block"):
+        return "passes of such a cache compute no more"
+    if key == "wino" and "shifted" in kind:
+        return "shifted logits"
     if key == "lrd" and cache == "elastic":
         return "passes of such a cache read tokens"
     if cache in ("block", "hierarchical") and not has_blocks and key != "bacd-tccf":

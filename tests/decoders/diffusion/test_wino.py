@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from anydecode import LLM
-from anydecode.certification.denoising import bidirectional, dense
+from anydecode.certification.denoising import bidirectional, dense, random_model
 from anydecode.decoders.diffusion.wino import ShadowSpan
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
@@ -44,6 +46,29 @@ def test_certificate_rejects_rows_that_see_their_own_position(
 
     monkeypatch.setattr(ShadowSpan, "write_rows", leaky)
     assert_rejected("wino")
+
+
+def test_finished_blocks_come_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    with random_model(block_size=4) as llm:
+        plain, cached = (
+            llm.generate([5, 6, 7], decoder=f"wino:cache={cache}", **options)
+            for cache in ("none", "block")
+        )
+        assert cached.tokens == plain.tokens
+        assert cached.stats.rows < plain.stats.rows
+    write_rows = ShadowSpan.write_rows
+
+    def forgetful(self: ShadowSpan, rows: Rows, at: int, count: int) -> None:
+        first = len(rows.tables)
+        write_rows(self, rows, at, count)
+        for table in rows.tables[first:]:
+            table[: self.kv_cache.length] = -1
+
+    monkeypatch.setattr(ShadowSpan, "write_rows", forgetful)
+    with random_model(block_size=4) as llm:
+        wrong = llm.generate([5, 6, 7], decoder="wino:cache=block", **options)
+        assert wrong.tokens != plain.tokens
 
 
 def test_wrong_parameters_raise_an_error() -> None:

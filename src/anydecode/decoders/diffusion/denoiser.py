@@ -31,6 +31,7 @@ from anydecode.kernels.interface import AtTime
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.span import Span
 from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import TokenTree
 
@@ -208,11 +209,7 @@ class Denoiser(Decoder):
             canvases,
         )
         num_canvases = 1 if canvases is None else len(canvases)
-        reads = sequence.kv_cache().pool.model.spec.time
-        if reads is not None:  # finished blocks and a causal context are at time 0
-            first = len(spans) - num_canvases if canvas.has_causal_context else 0
-            for span in spans[first:]:
-                span.variant = AtTime(reads.value(self.time(canvas)))
+        self.set_time(sequence, canvas, spans, num_canvases)
         for span in spans[len(spans) - num_canvases :]:
             span.capture_layers = self.captured_layers(sequence)
         scores = yield score_canvas(
@@ -351,6 +348,17 @@ class Denoiser(Decoder):
         """The time of the diffusion in the next pass, from 1 (noise) to 0 (text), for models that
         read it: the share of masks."""
         return len(canvas.masks) / max(1, len(canvas) - canvas.policy_state["start"])
+
+    def set_time(
+        self, sequence: Sequence, canvas: Canvas, spans: Seq[Span], num_canvases: int = 1
+    ) -> None:
+        """Give the spans of a pass its time, for models that read it; the last `num_canvases` are
+        those of the canvas. Finished blocks and a causal context are at time 0."""
+        reads = sequence.kv_cache().pool.model.spec.time
+        if reads is not None:
+            first = len(spans) - num_canvases if canvas.has_causal_context else 0
+            for span in spans[first:]:
+                span.variant = AtTime(reads.value(self.time(canvas)))
 
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray

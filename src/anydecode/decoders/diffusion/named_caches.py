@@ -33,7 +33,7 @@ EMBEDDED_CACHES = tuple(name for name in CACHES if name != "elastic")
 EMBEDDED_WORDS = Words(EMBEDDED_CACHES)
 #: The caches with which a pass can score several canvases at any time.
 DRAFT_CACHES = ("none", "prefix", "dual", "block")
-#: The caches that change no logits: for methods that predict several blocks.
+#: The caches that change no logits: for methods that predict more than the masks of a block.
 EXACT_CACHES = ("none", "block")
 EXACT_WORDS = Words(EXACT_CACHES)
 #: The caches whose passes compute the whole open block: for methods that revise its tokens.
@@ -46,8 +46,8 @@ BLOCKWISE_CACHES = (*CACHES, "hierarchical")
 BLOCKWISE_WORDS = Words(BLOCKWISE_CACHES)
 #: Why a method that takes some caches takes no others.
 _REASONS = {
-    EXACT_CACHES: "this method predicts several blocks in a pass, and passes of such a cache"
-    " compute one",
+    EXACT_CACHES: "this method predicts more in a pass than the masks of a block, and passes of"
+    " such a cache compute no more",
     REVISING_CACHES: "this method also predicts tokens, to revise them, and passes of such a cache"
     " compute masks",
     DRAFT_CACHES: "a pass of this method scores several canvases, and a pass that refreshes such a"

@@ -16,6 +16,8 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.diffusion.blocks import LargestBlocks
 from anydecode.decoders.diffusion.canvas import MASKED, Canvas
+from anydecode.decoders.diffusion.named_caches import EXACT_CACHES, EXACT_WORDS
+from anydecode.decoders.diffusion.named_caches import cache as cache_named
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.rankings import best_first
 from anydecode.decoders.diffusion.revising import STATEFUL, BlockwiseDenoiser
@@ -24,6 +26,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import Rows
 from anydecode.scoring.score import Decoding, ScoreRequest
 from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.span import Span
 from anydecode.scoring.tree import ROOT
 
 #: In `Canvas.policy_state`: how many masks the last step of the block unmasked.
@@ -34,7 +37,8 @@ _BEFORE_FIRST = 30
 
 @dataclass(eq=False)
 class ShadowSpan(CanvasSpan):
-    """A canvas without a cache, then mask rows at the last `shadows` of `positions`.
+    """The rows of a canvas that the cache does not have, then mask rows at the last `shadows` of
+    `positions`.
 
     Rows of the canvas see its first `visible` positions. Each mask row sees the same, without the
     canvas's row at its own position, and all mask rows.
@@ -48,7 +52,9 @@ class ShadowSpan(CanvasSpan):
     def write_rows(self, rows: Rows, at: int, count: int) -> None:
         assert self._slots is not None
         stop, first = at + count, at + count - self.shadows
-        slots = self._slots[: count - self.shadows]
+        slots = np.full(int(self.visible.max()), -1, np.int32)
+        slots[: self.kv_cache.length] = self.kv_cache.table
+        slots[self.positions[: count - self.shadows]] = self._slots[: count - self.shadows]
         self._fill_inputs(rows, at, count)
         rows.table[at:first] = len(rows.tables)
         rows.tables.append(slots)
@@ -90,17 +96,23 @@ class Revoking(BlockwiseDenoiser):
         block = canvas.block or (canvas.frontier, self.blocks.window_end(canvas))
         cells = np.arange(*block)
         cells = cells[canvas.committed[cells] >= MASKED]
-        span = self._span(sequence, canvas, cells)
-        span.output_rows = [*cells.tolist(), *range(len(span) - len(cells), len(span))]
+        span = self._span(sequence, canvas, cells, block)
+        shadows = range(len(span) - len(cells), len(span))
+        span.output_rows = [*(cells - span.positions[0]).tolist(), *shadows]
         outputs = [span.tokens[row] for row in span.output_rows]
+        leading = self.cache.leading_spans(
+            canvas, sequence.kv_cache(), block, opens_block=canvas.block is None
+        )
+        spans: list[Span] = [*leading, span]
+        self.set_time(sequence, canvas, spans)
         twice = np.tile(cells, 2)
-        scores = yield ScoreRequest(sequence, TARGET, [[span]], twice, [ROOT] * len(twice), outputs)
-        self._record_pass(canvas, [span], "")
+        scores = yield ScoreRequest(sequence, TARGET, [spans], twice, [ROOT] * len(twice), outputs)
+        self._record_pass(canvas, spans, "")
         count = len(cells)
         predictions = self.predictions(sequence, canvas, scores, range(count))
-        shadows = self.predictions(sequence, canvas, scores, range(count, 2 * count))
+        others = self.predictions(sequence, canvas, scores, range(count, 2 * count))
         self.open(canvas, block)
-        self.revoke(sequence, canvas, predictions, shadows)
+        self.revoke(sequence, canvas, predictions, others)
 
     def revoke(
         self, sequence: Sequence, canvas: Canvas, predictions: Predictions, shadows: Predictions
@@ -122,11 +134,15 @@ class Revoking(BlockwiseDenoiser):
             sequence, canvas, predictions, chosen, np.sort(revoked), is_settled=True
         )
 
-    def _span(self, sequence: Sequence, canvas: Canvas, cells: np.ndarray) -> ShadowSpan:
+    def _span(
+        self, sequence: Sequence, canvas: Canvas, cells: np.ndarray, block: tuple[int, int]
+    ) -> ShadowSpan:
         kv_cache = sequence.kv_cache()
         stop = int(canvas.visible(cells[-1:])[0])
-        positions = np.concatenate([np.arange(stop), cells]).astype(np.int32)
-        tokens = np.concatenate([canvas.tokens[:stop], np.full(len(cells), canvas.mask, np.int32)])
+        first = canvas.block_start(block[0]) if self.cache.is_exact_blocks else 0
+        positions = np.concatenate([np.arange(first, stop), cells]).astype(np.int32)
+        masks = np.full(len(cells), canvas.mask, np.int32)
+        tokens = np.concatenate([canvas.tokens[first:stop], masks])
         return ShadowSpan(
             kv_cache,
             tokens.tolist(),
@@ -149,7 +165,7 @@ class Revoking(BlockwiseDenoiser):
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
-            "models with shifted logits are refused, and there is no cache, as in the paper",
+            "models with shifted logits are refused; the paper has no cache",
             STATEFUL,
             "the mask token is never generated",
         ),
@@ -157,6 +173,7 @@ class Revoking(BlockwiseDenoiser):
             "threshold": Range(0, 1),
             "keep": Range(0, 1),
             "block": Range(0, 4096),
+            "cache": EXACT_WORDS,
         },
     )
 )
@@ -164,6 +181,7 @@ def wino(
     threshold: float = 0.6,
     keep: float = 0.9,
     block: int = 128,
+    cache: str = "none",
     mask: int | None = None,
 ) -> Revoking:
     """Denoises wide, and revokes tokens that the others contradict.
@@ -174,11 +192,12 @@ def wino(
         keep: Tokens that the others make less probable than this are masked again, if the step
             unmasks at least two: at most as many as the step before unmasked, minus one.
         block: Positions per block (0: the whole canvas); a canvas may be shorter.
+        cache: "none" or, with a model that has blocks, "block".
         mask: The mask token (default: the tokenizer's).
     """
     for name, value in (("threshold", threshold), ("keep", keep)):
         if not 0 <= value <= 1:
             raise InvalidRequestError(f"{name} must be between 0 and 1, not {value}")
-    decoder = Revoking(LargestBlocks(block), mask=mask)
+    decoder = Revoking(LargestBlocks(block), cache=cache_named(cache, EXACT_CACHES), mask=mask)
     decoder.threshold, decoder.keep = threshold, keep
     return decoder
