@@ -155,7 +155,8 @@ def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf
     writer.add_key_length(sizes["head_dim"])
     writer.add_value_length(sizes.get("value_dim", sizes["head_dim"]))
     writer.add_context_length(256)
-    writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
+    if "rms_norm_eps" in sizes:
+        writer.add_layer_norm_rms_eps(sizes["rms_norm_eps"])
     writer.add_rope_freq_base(5000.0)
     if family.startswith("gemma"):
         writer.add_sliding_window(8)

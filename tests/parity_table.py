@@ -18,6 +18,8 @@ OTHER_REFERENCES = {
     "minicpm": "Granite of `transformers`",
     "rwkv7": "the paper's equations",
     "step3_text": "an implementation of the published code",
+    "step3p5": "Step-3.7 of `transformers`",
+    "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
     "blockffn": "an implementation of the paper",
     "phi4flash": "an implementation of the paper",
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
@@ -35,6 +37,8 @@ OTHER_REFERENCES = {
 SAME_AS = {
     "minicpm": "granite",
     "mimo": "qwen2",
+    "cohere2_moe_rms": "cohere2_moe",
+    "step3p5": "laguna",
     "kimi_k2": "deepseek_v3",
     **dict.fromkeys(("internlm3", "internlm2", "exaone"), "llama"),
     "qwen3_vl_moe_text": "qwen3_moe",
@@ -82,6 +86,8 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "nemotron-nas", "deci", True
     yield "bailing_moe", "bailingmoe", True
     yield "bailing_moe_v2", "bailingmoe2", True
+    yield "step3p5", "step35", True
+    yield "bitnet", "bitnet-b1.58", False
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False
 

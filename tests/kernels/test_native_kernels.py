@@ -347,7 +347,7 @@ class Network:
             z = b.experts(y, router, self.experts, routing, self.expert_activation)
             shared = b.gated(b.linear(y, w["gate"]), b.linear(y, w["up"]), self.expert_activation)
             gate = b.linear(y, self.expert_weights[0][0])
-            shared = b.sigmoid_scale(b.linear(shared, w["down"]), b.linear(gate, self.gate))
+            shared = b.gate_parts(b.linear(shared, w["down"]), b.linear(gate, self.gate), "sigmoid")
             return b.add(x, b.add(z, shared) if routing is self.routing else z)
         activation = "silu" if index else "gelu_tanh"
         inner = b.gated(b.linear(y, w["gate"]), b.linear(y, w["up"]), activation)

@@ -15,7 +15,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
-from gguf_models import finish, interleave, start_writer
+from gguf_models import add_metadata, finish, interleave, start_writer
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
@@ -251,6 +251,136 @@ FAMILIES["mimo2"] = (
     },
     FAMILIES["ernie4_5-moe"][2],
 )
+FAMILIES["laguna"] = (
+    "Laguna",
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "num_attention_heads_per_layer": [4, 6, 6, 6],
+        "sliding_window": 6,
+        "head_dim": 16,
+        "moe_routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.5,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    },
+    {**FAMILIES["ernie4_5-moe"][2], "self_attn.g_proj": "attn_gate"},
+)
+FAMILIES["cohere2moe"] = (
+    "Cohere2Moe",
+    {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "prefix_dense_intermediate_size": 56,
+        "num_shared_experts": 2,
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "expert_selection_fn": "sigmoid",
+        "sliding_window": 6,
+        "head_dim": 16,
+        "logit_scale": 0.5,
+        "rope_theta": 5000.0,
+    },
+    FAMILIES["ernie4_5-moe"][2],
+)
+FAMILIES["minimax-m3"] = (
+    "MiniMaxM3VL",
+    {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 24,
+        "dense_intermediate_size": 56,
+        "shared_intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 7.0,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 16,
+        "index_topk_blocks": 8,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    {
+        **FAMILIES["ernie4_5-moe"][2],
+        **{
+            f"self_attn.indexer.{part}_{kind}": f"indexer.{part}_{kind}"
+            for part in "qk"
+            for kind in ("proj", "norm")
+        },
+    },
+)
+#: Keys of single architectures, in place of the usual ones.
+METADATA: dict[str, dict[str, Any]] = {
+    "laguna": {
+        "attention.head_count": [4, 6, 6, 6],
+        "attention.sliding_window": 6,
+        "expert_shared_feed_forward_length": 40,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": 8,
+        "rope.dimension_count_swa": 16,
+        "rope.freq_base_swa": 500.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    },
+    "cohere2moe": {
+        "feed_forward_length": 56,
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": [False, *[True] * 3, False],
+        "expert_shared_count": 2,
+        "expert_shared_feed_forward_length": 48,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "logit_scale": 0.5,
+        "rope.dimension_count": 16,
+        "rope.scaling.type": "none",
+    },
+    "minimax-m3": {
+        "feed_forward_length": 56,
+        "attention.indexer.head_count": 2,
+        "attention.indexer.key_length": 8,
+        "attention.indexer.top_k": 8,
+        "attention.indexer.block_size": 16,
+        "attention.indexer.local_blocks": 1,
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "rope.dimension_count": 8,
+    },
+}
+#: Architectures whose files have norms with 1 added.
+ONE_ADDED = ("minimax-m3",)
 COMMON = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -291,13 +421,15 @@ def write(
         "value_dim": getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or 12,
         "rms_norm_eps": config.rms_norm_eps,
     }
+    if architecture == "cohere2moe":
+        del sizes["rms_norm_eps"]
     if architecture == "mimo2":
         is_sliding = [kind[0] == "s" for kind in config.layer_types]
         sizes["num_key_value_heads"] = [1 + has_window for has_window in is_sliding]
     writer = start_writer(path / "tiny.gguf", architecture, sizes)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    is_named_local = architecture in ("glm4moe", "llama", "dots1", "minimax-m2", "phimoe", "mimo2")
+    is_named_local = hasattr(config, "num_local_experts")
     writer.add_expert_count(config.num_local_experts if is_named_local else config.num_experts)
     is_hunyuan = architecture == "hunyuan-moe"
     writer.add_expert_used_count(config.moe_topk if is_hunyuan else config.num_experts_per_tok)
@@ -370,12 +502,16 @@ def write(
         for name, tensor in (nextn or incomplete).items() if num_extra else ():
             writer.add_tensor(f"blk.{last}.{name}", tensor)
 
+    add_metadata(writer, architecture, METADATA.get(architecture, {}))
+
     def add(name: str, tensor: np.ndarray) -> None:
         if name != dropped:
             writer.add_tensor(name, np.ascontiguousarray(tensor))
 
     for name, parameter in model.state_dict().items():
         tensor = parameter.numpy()
+        if architecture in ONE_ADDED and name.endswith("norm.weight"):
+            tensor = tensor + 1
         if name in OUTER:
             add(OUTER[name], tensor)
             continue
@@ -384,6 +520,10 @@ def write(
             half = tensor.shape[1] // 2
             add(f"blk.{layer}.ffn_gate_exps.weight", tensor[:, :half])
             add(f"blk.{layer}.ffn_up_exps.weight", tensor[:, half:])
+        elif rest.endswith("gate_up_proj.weight"):
+            module = rest.removesuffix("gate_up_proj.weight")
+            for part, half in zip(("gate", "up"), np.split(tensor, 2), strict=True):
+                add(f"blk.{layer}.{names[f'{module}{part}_proj']}.weight", half)
         elif rest == "mlp.experts.down_proj":
             add(f"blk.{layer}.ffn_down_exps.weight", tensor)
         elif rest == "self_attn.sinks":

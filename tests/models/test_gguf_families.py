@@ -243,6 +243,15 @@ CASES = {
         },
         is_permuted=True,
     ),
+    "bitnet": Case(
+        "BitNet",
+        "bitnet",
+        {"tie_word_embeddings": True, "hidden_act": "silu"},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+    ),
+    "bitnet squares": Case(
+        "BitNet", "bitnet", {"tie_word_embeddings": True}, {"hidden_activation": "relu2"}
+    ),
     "lfm2": Case(
         "Lfm2",
         "lfm2",
@@ -513,6 +522,8 @@ CASES = {
 }
 
 
+#: Modules of BitNet, and the names that the package knows them by.
+_OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
 #: Vectors of Gemma 4's routers, which the converter stores beside a matrix.
 _ROUTER_SCALES = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
 
@@ -556,6 +567,8 @@ def converted(model: Any, case: Case, path: Path, **changes: Any) -> Path:
             name = f"{name}.weight"
         if case.family == "Bloom":
             name = name.removeprefix("transformer.")
+        for own, known in _OTHER_NAMES.items():
+            name = name.replace(own, known)
         module, _, leaf = name.rpartition(".")
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if module.endswith(".router") and leaf in _ROUTER_SCALES:
@@ -627,6 +640,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 #: Why llama.cpp v0.5.0 opens a file not at all, or as another model.
 NOT_OF_LLAMA_CPP = {
+    "bitnet squares": "it has SiLU whatever the file says",
     "granite without factors": "it requires the factors, which the converter always writes",
     "minicpm longrope": "it has no attention factor for contexts longer than the original one",
     "cohere norms": "it has norms of queries and keys in models of 64 layers only",

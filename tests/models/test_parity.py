@@ -397,6 +397,63 @@ AFMOE: dict[str, Any] = {
     "sliding_window": 6,
     "route_scale": 1.7,
 }
+#: As Laguna-XS: more heads in layers with a window, and another rotary embedding.
+LAGUNA: dict[str, Any] = {
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "sliding_window": 6,
+    "moe_routed_scaling_factor": 1.7,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "num_attention_heads_per_layer": [4, 6, 6, 4],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 5e4,
+            "partial_rotary_factor": 0.5,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {**ROPE, "partial_rotary_factor": 1.0},
+    },
+}
+GRANITE_SWA: dict[str, Any] = {
+    "sliding_window": 6,
+    "num_hidden_layers": 5,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.5,
+}
+COHERE_2_MOE: dict[str, Any] = {
+    "head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "logit_scale": 1.0,
+}
+#: The indexer selects as many positions as the test has.
+MINIMAX_M3: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 56,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 8,
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 16,
+    "index_topk_blocks": 8,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2, "full_attention"],
+    "swiglu_limit": 0.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -926,6 +983,110 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {**MINIMAX_M2, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "head_dim": 16},
     ),
+    "bitnet": ("BitNet", {}),
+    "bitnet odd": (
+        "BitNet",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "intermediate_size": 77,
+            "hidden_act": "silu",
+        },
+    ),
+    "gemma4 unified": (
+        "Gemma4Unified",
+        {
+            "initializer_range": 0.05,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 8,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 9.0,
+        },
+    ),
+    "lfm3": ("Lfm3", {"head_dim": 12, "num_hidden_layers": 6, "sliding_window": 6}),
+    "lfm3 odd": (
+        "Lfm3",
+        {
+            "head_dim": 16,
+            "use_attention_gate": False,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "attention_bias": True,
+        },
+    ),
+    "laguna": ("Laguna", LAGUNA),
+    "laguna elements": (
+        "Laguna",
+        {
+            **LAGUNA,
+            "gating": "per-element",
+            "num_attention_heads_per_layer": None,
+            "layer_types": ["full_attention"] * 4,
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "attention_bias": True,
+        },
+    ),
+    "granite swa": ("GraniteSWA", GRANITE_SWA),
+    "granite swa bases": (
+        "GraniteSWA",
+        {
+            "sliding_window": 6,
+            "attention_bias": True,
+            "attention_multiplier": 0.3,
+            "layer_rope_theta": [0, 500.0, 5000.0],
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granitemoe swa": (
+        "GraniteMoeSWA",
+        {
+            "sliding_window": 6,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "cohere2 moe": (
+        "Cohere2Moe",
+        {
+            **COHERE_2_MOE,
+            "num_hidden_layers": 5,
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 56,
+            "num_shared_experts": 2,
+            "expert_selection_fn": "sigmoid",
+        },
+    ),
+    "cohere2 moe sums": (
+        "Cohere2Moe",
+        {
+            **COHERE_2_MOE,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "shared_expert_combination_strategy": "sum",
+            "sliding_window_pattern": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "prefix_dense_sliding_window_pattern": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "cohere2 moe rms": (
+        "Cohere2Moe",
+        {
+            **COHERE_2_MOE,
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "minimax m3": ("MiniMaxM3VL", MINIMAX_M3),
     "mimo v2": ("MiMoV2Flash", MIMO_V2),
     "mimo v2 groups": (
         "MiMoV2Flash",
@@ -1848,6 +2009,19 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax scale": ("mpt odd", {"attn_config": {**MPT_ATTENTION, "softmax_scale": None}}),
     "swiglu limit": ("gpt oss", {"swiglu_limit": 0.2}),
     "swiglu alpha": ("gpt oss", {"swiglu_alpha": 1.0}),
+    "swiglu limit beside experts": ("minimax m3", {"swiglu_limit": 1.0}),
+    "scale of experts": ("laguna elements", {"moe_routed_scaling_factor": 1.0}),
+    "rotation of windows": (
+        "laguna",
+        {"rope_parameters": {**LAGUNA["rope_parameters"], "sliding_attention": {}}},
+    ),
+    "no gates": ("lfm3", {"use_attention_gate": False}),
+    "base of a layer": ("granite swa bases", {"layer_rope_theta": [0, 500.0, 500.0]}),
+    "rotation of a layer": ("granite swa bases", {"layer_rope_theta": [50.0, 500.0, 5000.0]}),
+    "sum of experts": ("cohere2 moe", {"shared_expert_combination_strategy": "sum"}),
+    "scores of experts": ("cohere2 moe", {"expert_selection_fn": "softmax"}),
+    "rotation of dense layers": ("cohere2 moe", {"prefix_dense_sliding_window_pattern": 2}),
+    "activation of bitnet": ("bitnet", {"hidden_act": "silu"}),
 }
 
 
@@ -1868,6 +2042,22 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "inner norms of ones": (
+        "bitnet",
+        lambda network: _each(network, attention_inner_norm=np.ones(48, np.float32)),
+    ),
+    "inner norms of MLPs without weights": (
+        "bitnet",
+        lambda network: _each(network, mlp_inner_norm=np.ones(80, np.float32)),
+    ),
+    "sigmoids for softplus": (
+        "laguna",
+        lambda network: _each_spec(network, attention_gate="sigmoid"),
+    ),
+    "no sinks beside windows": (
+        "granite swa",
+        lambda network: _each(network, sinks=np.full(4, -1e9, np.float32)),
+    ),
     "a rotation the usual way": (
         "nanochat",
         lambda network: _each_spec(network, rope=Rope(-network.spec.layers[0].rope.frequencies)),

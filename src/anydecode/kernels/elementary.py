@@ -99,6 +99,11 @@ def clamped_swiglu(
     return (up.clamp(-limit, limit) + 1.0) * (gate * sigmoid(gate * alpha))
 
 
+def capped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """See `CappedSwiglu`."""
+    return silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 def identity(x: torch.Tensor) -> torch.Tensor:
     """x"""
     return x
@@ -125,6 +130,7 @@ ACTIVATIONS = {
     "gelu_tanh": gelu_tanh,
     "gelu": gelu,
     "sigmoid": sigmoid,
+    "softplus": softplus,
     "identity": identity,
 }
 

@@ -330,6 +330,13 @@ class ClampedSwiglu(NamedTuple):
     limit: float = 7.0
 
 
+class CappedSwiglu(NamedTuple):
+    """The activation of some layers of Step-3.5: min(silu(gate), limit) * u, where u is up, clamped
+    to [-limit, limit]."""
+
+    limit: float
+
+
 class Xielu(NamedTuple):
     """The activation of Apertus (Huang and Schlag, arXiv:2411.13010).
 
@@ -343,8 +350,9 @@ class Xielu(NamedTuple):
     eps: float = -1e-6
 
 
-#: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "identity" or a `ClampedSwiglu`.
-Activation = str | ClampedSwiglu
+#: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "softplus", "identity", a
+#: `ClampedSwiglu` or a `CappedSwiglu`.
+Activation = str | ClampedSwiglu | CappedSwiglu
 
 
 @dataclass(frozen=True)
@@ -838,7 +846,7 @@ class Backend(ABC):
 
     @abstractmethod
     def gated(self, gate: Any, up: Any, activation: Activation) -> Any:
-        """activation(gate) * up, or the function of both that `ClampedSwiglu` states."""
+        """activation(gate) * up, or the function of both that a class of `Activation` states."""
 
     @abstractmethod
     def add(self, x: Any, y: Any) -> Any:
@@ -948,5 +956,6 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def sigmoid_scale(self, x: Any, gate: Any) -> Any:
-        """x * sigmoid(gate), where `gate` has one number per row."""
+    def gate_parts(self, x: Any, gate: Any, activation: str) -> Any:
+        """Each of equal parts of x times activation(gate), "sigmoid" or "softplus", where `gate`
+        has one number per part."""

@@ -18,7 +18,7 @@ _BY_ROW = frozenset(Code) - {
 _IN_PLACE = frozenset(
     {
         *(Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP),
-        *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION, Code.SIGMOID_SCALE, Code.CLAMP),
+        *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION, Code.GATE_PARTS, Code.CLAMP),
         *(Code.MULTIPLY, Code.CUT_OFF, Code.MATCH_MAGNITUDE),
     }
 )

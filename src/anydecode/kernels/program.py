@@ -15,6 +15,7 @@ from anydecode.kernels.interface import (
     Attention,
     Backend,
     Biases,
+    CappedSwiglu,
     ClampedSwiglu,
     ExpertWeights,
     Recurrence,
@@ -42,8 +43,9 @@ _ACTIVATIONS = {
     "identity": 5,
     "relu2": 6,
     "relu": 7,
+    "softplus": 9,
 }
-_CLAMPED_SWIGLU, _XIELU = 3, 8
+_CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU = 3, 8, 10
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
 # eight rows would not fit a processor's cache.
@@ -399,8 +401,9 @@ class NativeBackend(Backend):
         self.keepalive.append(struct)
         return ctypes.addressof(struct)
 
-    def sigmoid_scale(self, x: Value, gate: Value) -> Value:
-        return self._record(Code.SIGMOID_SCALE, (x, gate), x.width)
+    def gate_parts(self, x: Value, gate: Value, activation: str) -> Value:
+        fields = {"groups": gate.width, "activation": _ACTIVATIONS[activation]}
+        return self._record(Code.GATE_PARTS, (x, gate), x.width, **fields)
 
     def columns(self, x: Value, first: int, size: int) -> Value:
         return self._record(Code.SPLIT, (x,), size, groups=1, count=first)
@@ -446,6 +449,8 @@ def _activation_fields(activation: Activation) -> dict[str, Any]:
     """The fields of an op that apply an activation."""
     if isinstance(activation, ClampedSwiglu):
         return {"activation": _CLAMPED_SWIGLU, "x": activation.alpha, "y": activation.limit}
+    if isinstance(activation, CappedSwiglu):
+        return {"activation": _CAPPED_SWIGLU, "y": activation.limit}
     return {"activation": _ACTIVATIONS[activation]}
 
 

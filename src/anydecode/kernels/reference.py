@@ -25,6 +25,7 @@ from anydecode.kernels.interface import (
     Attention,
     Backend,
     Biases,
+    CappedSwiglu,
     ClampedSwiglu,
     ExpertWeights,
     KeyValues,
@@ -381,6 +382,8 @@ class ReferenceBackend(Backend):
     def gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
         if isinstance(activation, ClampedSwiglu):
             return elementary.clamped_swiglu(gate, up, *activation)
+        if isinstance(activation, CappedSwiglu):
+            return elementary.capped_swiglu(gate, up, *activation)
         return elementary.ACTIVATIONS[activation](gate) * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -524,8 +527,9 @@ class ReferenceBackend(Backend):
             values[key] = compute()
         return values[key]
 
-    def sigmoid_scale(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return x * elementary.sigmoid(gate)
+    def gate_parts(self, x: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+        factors = elementary.ACTIVATIONS[activation](gate)
+        return (x.view(len(x), gate.shape[-1], -1) * factors.unsqueeze(-1)).flatten(-2)
 
     def _adapters(self) -> np.ndarray | None:
         """Each bound row's adapter, or -1; None where no row has one."""

@@ -192,7 +192,7 @@ class _Hydra:
         """The layer of Hydra++: one of the target's kind, which has its keys and values."""
         target, name = self.target.spec, f"{_PREFIX}.layers.0"
         layer = target.layers[0]
-        is_dense = not (layer.num_experts or layer.latent or layer.has_attention_gate)
+        is_dense = not (layer.num_experts or layer.latent or layer.attention_gate)
         is_plain = layer.mlp == "gated" and layer.norms == "pre" and target.norm == "rms"
         if not (isinstance(layer.attention, Attention) and is_dense and is_plain):
             allowed = "a target of the kind of Llama"

@@ -335,6 +335,8 @@ class LayerWeights:
     mlp_post_norm: np.ndarray | None = None
     second_norm: np.ndarray | None = None  # of the attention's second sum
     second_norm_bias: np.ndarray | None = None
+    attention_inner_norm: np.ndarray | None = None  # of the output matrix's input
+    mlp_inner_norm: np.ndarray | None = None  # of the down matrix's input
     query_norm: np.ndarray | None = None
     key_norm: np.ndarray | None = None
     query_norm_bias: np.ndarray | None = None
@@ -862,6 +864,11 @@ class Network:
         elif weights.xielu is not None:
             assert isinstance(weights.mlp, PlainMlp), "checked by `ModelSpec`"
             y = _plain_mlp(backend, y, weights.mlp, weights.xielu)
+        elif spec.has_inner_norms:
+            assert isinstance(weights.mlp, GatedMlp), "checked by `ModelSpec`"
+            y = _gated_product(backend, y, spec, weights.mlp)
+            y = backend.rms_norm(y, weights.mlp_inner_norm, self.spec.norm_eps)
+            y = weights.mlp.down.apply(backend, y)
         else:
             y = _mlp(backend, y, spec, weights.mlp)
         if convolution is not None:
@@ -988,7 +995,14 @@ class Network:
         if weights.differential is not None:
             y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
-            y = backend.gated(weights.attention_gate.apply(backend, x), y, "sigmoid")
+            assert spec.attention_gate is not None, "checked by `_check_attention`"
+            gate = weights.attention_gate.apply(backend, x)
+            if spec.gates_heads:
+                y = backend.gate_parts(y, gate, spec.attention_gate)
+            else:
+                y = backend.gated(gate, y, spec.attention_gate)
+        if spec.has_inner_norms:
+            y = backend.rms_norm(y, weights.attention_inner_norm, self.spec.norm_eps)
         return weights.output.apply(backend, y)
 
     def _keys_values(
@@ -1172,14 +1186,19 @@ def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
         y = y if mlp.bias is None else backend.add_positions(y, mlp.bias)
         if mlp.shared is None:
             return y
-        shared = _mlp(backend, x, spec, mlp.shared)
+        shared = _mlp(backend, x, spec.of_shared_mlp, mlp.shared)
         if mlp.shared_gate is not None:
-            shared = backend.sigmoid_scale(shared, backend.linear(x, mlp.shared_gate))
+            shared = backend.gate_parts(shared, backend.linear(x, mlp.shared_gate), "sigmoid")
         return backend.add(y, shared)
+    return mlp.down.apply(backend, _gated_product(backend, x, spec, mlp))
+
+
+def _gated_product(backend: Backend, x: Any, spec: LayerSpec, mlp: GatedMlp) -> Any:
+    """The input of the last matrix of a gated MLP."""
     gate, up = mlp.gate.apply(backend, x), mlp.up.apply(backend, x)
     if spec.gate_cutoff is not None:
         gate = backend.cut_off(gate, spec.gate_cutoff)
-    return mlp.down.apply(backend, backend.gated(gate, up, spec.activation))
+    return backend.gated(gate, up, spec.activation)
 
 
 def _plain_mlp(backend: Backend, x: Any, mlp: PlainMlp, activation: str | Xielu) -> Any:
@@ -1289,6 +1308,10 @@ def _check_layer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")
     if layer.mlp is not None:
         _check_mlp(prefix, spec, layer.mlp, hidden)
+        if spec.has_inner_norms:
+            assert isinstance(layer.mlp, GatedMlp), "checked by `ModelSpec`"
+            inner = layer.mlp.down.weight.in_features
+            _check_vector(f"{prefix}mlp_inner_norm", layer.mlp_inner_norm, inner)
     if (layer.xielu is not None) != (spec.activation == "xielu" and has_mlp):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an xIELU")
     for name, value in ({} if layer.xielu is None else layer.xielu._asdict()).items():
@@ -1405,6 +1428,7 @@ def _check_attention(
         "query_norm": (q_size if is_full_norm else dim) if has_norm else None,
         "key_norm": (kv_size if is_full_norm else dim) if has_norm and has_own_keys else None,
         "sinks": shape.num_heads if spec.has_sinks else None,
+        "attention_inner_norm": value_size if spec.has_inner_norms else None,
     }
     for name, length in vectors.items():
         if length is not None:
@@ -1424,10 +1448,11 @@ def _check_attention(
         count = shape.num_heads * positions.keys.shape[1] * dim
         for stack in (positions.keys, positions.queries):
             _check_vector(f"{prefix}relative positions", stack.ravel(), count)
-    if (layer.attention_gate is not None) != spec.has_attention_gate:
+    if (layer.attention_gate is None) != (spec.attention_gate is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
-        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (value_size, width))
+        num_gates = shape.num_heads if spec.gates_heads else value_size
+        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (num_gates, width))
 
 
 def _check_query(prefix: str, spec: LowRankQuery | None, layer: LayerWeights, width: int) -> None:

@@ -4,7 +4,7 @@ differ."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -176,7 +176,10 @@ class LayerSpec:
             "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
             "heads" and "full" may be, if `ModelSpec.norm` is one.
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu", "relu2" or, of a
-            gated MLP, a `ClampedSwiglu`, of a plain one, "xielu" (`LayerWeights.xielu`).
+            gated MLP, a `ClampedSwiglu` or `CappedSwiglu`, of a plain one, "xielu"
+            (`LayerWeights.xielu`).
+        shared_activation: That of the MLP beside experts that every token runs through, if it is
+            another.
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
         has_sinks: Whether each head has an attention sink (gpt-oss).
@@ -190,8 +193,11 @@ class LayerSpec:
         is_parallel: Whether the MLP reads the input of the layer (GPT-NeoX), not that input plus
             the output of the attention.
         recurrence: The recurrent sublayer, if there is one.
-        has_attention_gate: Whether the attention's output is multiplied by the sigmoid of a
-            projection of its input (Qwen3-Next).
+        attention_gate: The function of a projection of the attention's input that multiplies its
+            output: None for no gate, "sigmoid" (Qwen3-Next) or "softplus" (Laguna).
+        gates_heads: Whether that gate has one number for each head (Laguna), not for each number.
+        has_inner_norms: Whether the inputs of the attention's output matrix and of the MLP's last
+            matrix are normed (BitNet).
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
@@ -228,6 +234,7 @@ class LayerSpec:
     sum_factors: tuple[float, float, float, float] | None = None
     qk_norm: str | None = None
     activation: Activation = "silu"
+    shared_activation: Activation | None = None
     num_experts: int = 0
     routing: Routing | None = None
     has_sinks: bool = False
@@ -237,7 +244,9 @@ class LayerSpec:
     mlp: str = "gated"
     is_parallel: bool = False
     recurrence: RecurrentSpec | None = None
-    has_attention_gate: bool = False
+    attention_gate: str | None = None
+    gates_heads: bool = False
+    has_inner_norms: bool = False
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
     indexer: IndexerSpec | None = None
@@ -252,6 +261,12 @@ class LayerSpec:
     bias_reach: int = 0
     has_relative_positions: bool = False
     memory: str | None = None
+
+    @property
+    def of_shared_mlp(self) -> LayerSpec:
+        """The layer as the MLP beside its experts has it."""
+        own = self.shared_activation
+        return self if own is None else replace(self, activation=own, shared_activation=None)
 
     @property
     def has_mixer(self) -> bool:
@@ -648,14 +663,15 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     choices = {
         "norms": ("pre", "post", "both", "sum", "stream"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
-        "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"),
         "mlp": ("gated", "plain", "none"),
+        "attention_gate": (None, "sigmoid", "softplus"),
         "memory": (None, "makes", "reads", "side"),
     }
-    if isinstance(layer.activation, ClampedSwiglu) and layer.mlp == "gated":
-        number(f"{prefix}swiglu_alpha", layer.activation.alpha)
-        number(f"{prefix}swiglu_limit", layer.activation.limit)
-        del choices["activation"]
+    _check_activation(prefix, layer, layer.activation)
+    if layer.shared_activation is not None:
+        _check_activation(prefix, layer, layer.shared_activation)
+        if not layer.num_experts:
+            raise ConfigError(f"{prefix}an activation of its own needs an MLP beside experts")
     for name, allowed in choices.items():
         if getattr(layer, name) not in allowed:
             raise refusal(f"{prefix}{name}", getattr(layer, name), f"one of {allowed}")
@@ -676,12 +692,12 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     if layer.is_differential:
         shape = layer.attention
         is_plain = layer.rope is None and layer.query_rope is None and layer.qk_norm is None
-        if shape is None or layer.latent is not None or not is_plain or layer.has_attention_gate:
+        if shape is None or layer.latent is not None or not is_plain or layer.attention_gate:
             raise ConfigError(f"{prefix}differential attention is without positions and norms")
         if shape.num_heads % 2 or shape.head_dim % 2:
             raise ConfigError(f"{prefix}differential attention needs an even number of heads")
     if layer.low_rank_query is not None:
-        if layer.attention is None or layer.has_attention_gate:
+        if layer.attention is None or layer.attention_gate:
             raise ConfigError(f"{prefix}low-rank queries need attention without a gate")
         integer(f"{prefix}query_rank", layer.low_rank_query.rank)
         number(f"{prefix}norm_eps of queries", layer.low_rank_query.norm_eps, 0.0, 1.0)
@@ -698,8 +714,23 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             )
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
+    if layer.has_inner_norms:
+        has_others = layer.latent is not None or layer.recurrence is not None or layer.num_experts
+        if layer.attention is None or has_others or layer.mlp != "gated":
+            raise ConfigError(f"{prefix}inner norms need attention and a gated MLP without experts")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     _check_routing(prefix, layer)
+
+
+def _check_activation(prefix: str, layer: LayerSpec, activation: Activation) -> None:
+    allowed = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu")
+    if layer.mlp != "gated" or isinstance(activation, str):
+        if activation not in allowed:
+            raise refusal(f"{prefix}activation", activation, f"one of {allowed}")
+        return
+    if isinstance(activation, ClampedSwiglu):
+        number(f"{prefix}swiglu_alpha", activation.alpha)
+    number(f"{prefix}swiglu_limit", activation.limit)
 
 
 def _check_cache_layer(prefix: str, layers: tuple[LayerSpec, ...], index: int) -> None:
@@ -811,7 +842,7 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
         _check_indexer(prefix, layer, layer.indexer, shape)
     elif shape.index_dim is not None:
         raise refusal(f"{prefix}index_dim", shape.index_dim, "None without an indexer")
-    names = ("qk_norm", "has_attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
+    names = ("qk_norm", "attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")

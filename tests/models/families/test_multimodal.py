@@ -76,6 +76,36 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
+    "Step3p7": (
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 12,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "attention_other_setting": {"num_attention_heads": 6},
+            "sliding_window": 9,
+            "rope_theta": [5e4, 500.0, 500.0, 500.0, 5e4],
+            "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "moe_layers_enum": "1,2,4",
+            "n_routed_experts": 6,
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.7,
+            "swiglu_limits": [0.0, 0.0, 0.2, 0.0, 0.4],
+            "swiglu_limits_shared": [0.0, 0.3, 0.0, 0.2, 0.4],
+            **EXPERTS,
+        },
+        VISION,
+    ),
+    "Lfm3Vl": (
+        {"model_type": "lfm3", "head_dim": 12, "sliding_window": 9, "tie_word_embeddings": True},
+        {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+    ),
     "Exaone4_5_": (
         {
             "model_type": "exaone4",

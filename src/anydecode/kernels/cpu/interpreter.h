@@ -197,7 +197,10 @@ static void run_row(const Step *s, int r) {
       add_rows(a + from, row, wide, out + from);
       break;
     }
-    case OP_SIGMOID_SCALE: sigmoid_scale_row(a + from, op->width, b[r], out + from); break;
+    case OP_GATE_PARTS:
+      gate_parts(a + from, b + (int64_t)r * op->groups, op->width, op->groups, op->activation,
+                 out + from);
+      break;
     case OP_COPY: memmove(out + to, a + from, (size_t)wide * 4); break;
     case OP_TOKEN_ROW: run_token_row(s, r, out + from); break;
     case OP_SELECT: select_row(s->plan, op, r); break;

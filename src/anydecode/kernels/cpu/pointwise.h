@@ -95,7 +95,10 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
-enum { SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU };
+enum {
+  SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU, SOFTPLUS,
+  CAPPED_SWIGLU
+};
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
 INLINE f8 f8_gelu(f8 x) {
@@ -115,6 +118,7 @@ INLINE f8 f8_activate(f8 x, int activation) {
   if (activation == GELU) return f8_gelu(x);
   if (activation == SIGMOID) return f8_sigmoid(x);
   if (activation == IDENTITY) return x;
+  if (activation == SOFTPLUS) return f8_softplus(x);
   if (activation == RELU) return f8_max(x, f8_set(0.0f));
   if (activation == RELU2) {
     f8 positive = f8_max(x, f8_set(0.0f));
@@ -136,10 +140,24 @@ static void clamped_swiglu(const float *gate, const float *up, int width, float 
   }
 }
 
+/* min(silu(gate), limit) * up, up clamped to [-limit, limit] */
+static void capped_swiglu(const float *gate, const float *up, int width, float limit, float *out) {
+  f8 high = f8_set(limit), low = f8_set(-limit);
+  for (int i = 0; i < width; i += 8) {
+    f8 g = f8_min(f8_activate(f8_load_part(gate + i, width - i), SILU), high);
+    f8 u = f8_max(f8_min(f8_load_part(up + i, width - i), high), low);
+    f8_store_part(out + i, f8_mul(g, u), width - i);
+  }
+}
+
 static void gated(const float *gate, const float *up, int width, const Op *op, float *out) {
   int activation = op->activation;
   if (activation == CLAMPED_SWIGLU) {
     clamped_swiglu(gate, up, width, op->x, op->y, out);
+    return;
+  }
+  if (activation == CAPPED_SWIGLU) {
+    capped_swiglu(gate, up, width, op->y, out);
     return;
   }
   for (int i = 0; i < width; i += 8) {
@@ -179,10 +197,15 @@ static void scale_row(const float *x, int width, float factor, float *out) {
     f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), f8_set(factor)), width - i);
 }
 
-static void sigmoid_scale_row(const float *x, int width, float gate, float *out) {
-  f8 factor = f8_sigmoid(f8_set(gate));
-  for (int i = 0; i < width; i += 8)
-    f8_store_part(out + i, f8_mul(f8_load_part(x + i, width - i), factor), width - i);
+/* Each of `groups` equal parts of x [width] times the activation of its gate. */
+static void gate_parts(const float *x, const float *gates, int width, int groups, int activation,
+                       float *out) {
+  int part = width / groups;
+  for (int g = 0; g < groups; g++, x += part, out += part) {
+    f8 factor = f8_activate(f8_set(gates[g]), activation);
+    for (int i = 0; i < part; i += 8)
+      f8_store_part(out + i, f8_mul(f8_load_part(x + i, part - i), factor), part - i);
+  }
 }
 
 static void softcap_row(const float *x, int width, float cap, float *out) {

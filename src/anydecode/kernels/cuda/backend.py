@@ -27,7 +27,6 @@ from anydecode.kernels.interface import (
     Adapter,
     Attention,
     Biases,
-    ClampedSwiglu,
     ExpertWeights,
     KeyValues,
     Rope,
@@ -233,7 +232,7 @@ class TritonBackend(ReferenceBackend):
         )
 
     def gated(self, gate: Any, up: Any, activation: Activation) -> torch.Tensor:
-        if isinstance(activation, ClampedSwiglu) or activation not in _FUSED:
+        if not isinstance(activation, str) or activation not in _FUSED:
             return super().gated(self.force(gate), self.force(up), activation)
         if isinstance(gate, Product) and isinstance(up, Product) and gate.x is up.x:
             packed = self.group((gate.weight, up.weight), gated=True)
@@ -289,8 +288,8 @@ class TritonBackend(ReferenceBackend):
     def _row_positions(self) -> torch.Tensor:
         return self._device_rows().positions.long()
 
-    def sigmoid_scale(self, x: Any, gate: Any) -> torch.Tensor:
-        return super().sigmoid_scale(self.force(x), self.force(gate))
+    def gate_parts(self, x: Any, gate: Any, activation: str) -> torch.Tensor:
+        return super().gate_parts(self.force(x), self.force(gate), activation)
 
     def embed(self, tokens: torch.Tensor, weight: Weight, factor: float) -> torch.Tensor:
         """float32 embeddings of int32 `tokens` on the device, times `factor`."""

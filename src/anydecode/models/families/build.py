@@ -331,6 +331,12 @@ class _LayerReader:
             if self._family.has_norm_bias:
                 layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
                 layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
+        if self._spec.has_inner_norms:
+            assert self._spec.attention is not None, "checked by `ModelSpec`"
+            size = self._spec.attention.num_heads * self._spec.attention.value_dim
+            layer.attention_inner_norm = self._norm("self_attn.inner_norm", size)
+            inner = int_value(self._config, "intermediate_size")
+            layer.mlp_inner_norm = self._norm("mlp.inner_norm", inner)
         if self._spec.has_second_sum:
             layer.second_norm = self._norm("second_attention_layernorm")
             layer.second_norm_bias = self._norm_bias("second_attention_layernorm")
@@ -341,7 +347,7 @@ class _LayerReader:
             read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
         elif self._spec.low_rank_query is not None:
             self._read_factored_attention(layer, shape)
-        elif self._spec.has_attention_gate:
+        elif self._spec.attention_gate is not None:
             self._read_gated_attention(layer, shape)
         elif self._spec.cache_layer is not None or not self._spec.has_value:
             self._read_partial_attention(layer, shape)
@@ -394,12 +400,12 @@ class _LayerReader:
 
     def _read_gated_attention(self, layer: LayerWeights, shape: Attention) -> None:
         """Read attention whose query matrix has, head by head, the rows of query and gate, if the
-        gate has no matrix of its own."""
+        gate has no matrix of its own, whose name is one of two."""
         bias = bool_value(self._config, "attention_bias")
-        gate = self._full("self_attn.gate_proj")
+        gate = self._reader.first(f"{self._name}.self_attn.{one}_proj" for one in ("gate", "g"))
         if self._reader.has(f"{gate}.weight"):
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
-            size = shape.num_heads * shape.head_dim
+            size = shape.num_heads * (1 if self._spec.gates_heads else shape.head_dim)
             layer.attention_gate = self._reader.linear(gate, (size, self._hidden), False)
             return
         size = shape.num_heads * shape.head_dim

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from anydecode.kernels.formats import DTYPES
-from anydecode.kernels.interface import Activation, Attention, ClampedSwiglu, Rope, Routing
+from anydecode.kernels.interface import (
+    Activation,
+    Attention,
+    CappedSwiglu,
+    ClampedSwiglu,
+    Rope,
+    Routing,
+)
 from anydecode.models.families.advice import advice
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
@@ -88,16 +95,19 @@ _MULTIMODAL = (
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
+    "Lfm3VlForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -107,6 +117,7 @@ _MULTIMODAL = (
     "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     "Step3VLForConditionalGeneration",
+    "Step3p7ForConditionalGeneration",
 )
 
 
@@ -193,6 +204,11 @@ def spec_from_config(
         high = MAX_SIZE
         if family.has_position_table:
             high = int_value(config, "max_position_embeddings")
+        if family.dense_positions is not None:
+            high = int_value(config, family.dense_positions)
+            if max_positions > high:
+                allowed = f"{high} at most: sparse attention to longer contexts is not supported"
+                raise refusal("max_positions", max_positions, allowed)
         integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
@@ -355,10 +371,13 @@ def shared_size(config: Config, moe: MixtureOfExperts) -> int:
 
 
 def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
-    scoring, method = config.get("scoring_func"), value_or(config, "topk_method", moe.methods[0])
-    if scoring not in (None, moe.scoring):
-        key = "score_function" if "score_function" in config else "scoring_func"
-        raise refusal(key, scoring, repr(moe.scoring))
+    possible = (moe.scoring,) if isinstance(moe.scoring, str) else moe.scoring
+    scoring = value_or(config, "scoring_func", possible[0])
+    method = value_or(config, "topk_method", moe.methods[0])
+    if scoring not in possible:
+        names = ("score_function", "expert_selection_fn")
+        key = next((name for name in names if name in config), "scoring_func")
+        raise refusal(key, scoring, " or ".join(map(repr, possible)))
     if method not in moe.methods:
         raise refusal("topk_method", method, f"one of {moe.methods}")
     block_experts = None
@@ -368,13 +387,13 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
     return Routing(
         int_value(config, "num_experts_per_tok"),
         normalise=bool_value(config, "norm_topk_prob", moe.is_normalised),
-        scoring=moe.scoring,
+        scoring=scoring,
         num_groups=int_value(config, "n_group", 1) if has_groups else 1,
         groups_per_token=int_value(config, "topk_group", 1) if has_groups else 1,
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
         scores_per_group=1 if method == "group_limited_greedy" else 2,
         scales_inputs=moe.scales_inputs,
-        jitter=_jitter(config) if moe.scoring == "sparsemixer" else 0.0,
+        jitter=_jitter(config) if scoring == "sparsemixer" else 0.0,
         block_experts=block_experts,
     )
 
@@ -447,6 +466,18 @@ def _activation(config: Config, family: Family) -> Activation:
     )
 
 
+def _capped(own: Config, key: str, activation: Activation) -> Activation:
+    """The activation of a layer, whose config may have a limit of it."""
+    limit = optional_number(own, key)
+    return CappedSwiglu(limit) if limit else activation
+
+
+def _shared_activation(own: Config, activation: Activation) -> Activation | None:
+    """That of the MLP beside the experts of a layer, if it is not the experts'."""
+    shared = _capped(own, "shared_swiglu_cap", activation)
+    return None if shared == _capped(own, "swiglu_cap", activation) else shared
+
+
 def _layer_types(config: Config, family: Family) -> list[str]:
     """The attention type of each layer."""
     types = list_value(config, "layer_types", str) or family.layer_types(config)
@@ -466,17 +497,19 @@ def _layers(
         )
     activation = _activation(config, family)
     trained = int_value(config, "max_position_embeddings")
-    ropes: dict[tuple[str, int], Rope] = {}
+    ropes: dict[tuple[str, int, float | None], Rope] = {}
 
-    def rope_of(kind: str, dim: int) -> Rope:
-        """The rotary embedding of a type of layers; layers with an equal one share the object."""
-        if (kind, dim) not in ropes:
+    def rope_of(own: Config, kind: str, dim: int) -> Rope:
+        """The rotary embedding of a layer; layers with an equal one share the object."""
+        theta = optional_number(own, "own_rope_theta")
+        if (kind, dim, theta) not in ropes:
             parameters = _rope_parameters(config, kind)
+            parameters["rope_theta"] = theta or parameters["rope_theta"]
             rope = make_rope(parameters, dim, trained, max_positions)
             if family.has_reversed_rope:
                 rope = replace(rope, frequencies=-rope.frequencies)
-            ropes[kind, dim] = rope
-        return ropes[kind, dim]
+            ropes[kind, dim, theta] = rope
+        return ropes[kind, dim, theta]
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
@@ -531,7 +564,7 @@ def _layers(
             attention = _attention(own, family, kind, dim, attention_scale)
         if family.is_differential:
             attention = _paired(attention)
-        rope = rope_of(kind, dim)
+        rope = rope_of(own, kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
         if family.has_latent_attention and latent is None:
@@ -549,7 +582,8 @@ def _layers(
                 has_second_sum=family.has_second_sum,
                 sum_factors=_sum_factors(config, family, kind),
                 qk_norm=family.qk_norm if has_qk_norm else None,
-                activation=activation,
+                activation=_capped(own, "swiglu_cap", activation),
+                shared_activation=_shared_activation(own, activation) if is_moe else None,
                 num_experts=num_experts(config) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks and bool_value(own, "has_sinks", True),
@@ -559,7 +593,11 @@ def _layers(
                 mlp=mlp,
                 is_parallel=is_parallel,
                 recurrence=recurrent if has_recurrence else None,
-                has_attention_gate=family.has_attention_gate,
+                attention_gate=family.attention_gate
+                if bool_value(config, "use_attention_gate", True)
+                else None,
+                gates_heads=bool_value(config, "gates_heads", family.gates_heads),
+                has_inner_norms=family.has_inner_norms,
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=latent,
                 indexer=indexer,
@@ -724,6 +762,9 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
+    selected = FAMILIES[config["model_type"]].dense_positions
+    if selected is not None:
+        longest = min(longest, int_value(config, selected))
     parameters = _rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))

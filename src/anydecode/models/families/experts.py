@@ -12,7 +12,7 @@ from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.families.blockffn import read_blocks
 from anydecode.models.families.config import shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
-from anydecode.models.families.values import Config, bool_value, int_value
+from anydecode.models.families.values import Config, bool_value, int_value, optional_number
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.linear import Linear
 from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp
@@ -78,15 +78,19 @@ def read_experts(
         name = f"{block}.fc2_latent_proj"
         experts.latent_up = reader.linear(name, (hidden, latent), has_bias)
     if size:
-        name = f"{block}.{family.moe.shared_module}"
-        if reader.has_module(f"{layer}.{family.moe.shared_module}"):
-            name = f"{layer}.{family.moe.shared_module}"
-        elif reader.has_module(f"{block}.shared_mlp"):  # Hy3 as published
-            name = f"{block}.shared_mlp"
+        # Beside the block in Granite and Step; the other names are those of Hy3 and Laguna as
+        # published, and of Step in `transformers`.
+        usual = f"{block}.{family.moe.shared_module}"
+        others = ("shared_mlp", "shared_expert", "shared_experts")
+        names = [f"{layer}.{family.moe.shared_module}", *(f"{block}.{one}" for one in others)]
+        name = next(filter(reader.has_module, [usual, *names]), usual)
         if is_plain:
             experts.shared = _read_plain(reader, config, name, (size, hidden))
         else:
             experts.shared = _read_shared(reader, layer, name, (size, hidden))
+        factor = optional_number(config, "shared_factor")
+        if factor is not None:
+            experts.shared.down.scale = factor
         if family.moe.has_shared_gate:
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
@@ -99,7 +103,8 @@ def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -
         if reader.has(name):
             return reader.tensor(name, (1, count)).ravel()
     names = [f"{module}.expert_bias" for module in (block, router)]
-    names.append(f"{block}.e_score_correction_bias")
+    names += [f"{module}.e_score_correction_bias" for module in (block, f"{block}.experts")]
+    names.append(f"{block}.router_bias")
     name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
     return reader.vector(name, count)
 
@@ -116,16 +121,19 @@ def read_expert_norms(reader: TensorReader, layer: str, hidden: int) -> ExpertNo
 
 
 def _read_shared(reader: TensorReader, layer: str, name: str, shape: tuple[int, int]) -> GatedMlp:
-    """The MLP `name` that every token runs through, or the one of Granite."""
+    """The MLP `name` that every token runs through, or the one of Granite, whose first two matrices
+    may be one."""
     size, hidden = shape
-    fused = f"{layer}.shared_mlp.input_linear"
-    if reader.has(f"{fused}.weight"):
-        gate, up = (
-            reader.linear(fused, (2 * size, hidden), False, rows=rows, alias=f"{fused}.{part}")
-            for part, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size)))
-        )
-        down = reader.linear(f"{layer}.shared_mlp.output_linear", (hidden, size), False)
-        return GatedMlp(gate, up, down)
+    for fused, last in (
+        (f"{layer}.shared_mlp.input_linear", f"{layer}.shared_mlp.output_linear"),
+        (f"{name}.gate_up_proj", f"{name}.down_proj"),
+    ):
+        if reader.has(f"{fused}.weight"):
+            gate, up = (
+                reader.linear(fused, (2 * size, hidden), False, rows=rows, alias=f"{fused}.{part}")
+                for part, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size)))
+            )
+            return GatedMlp(gate, up, reader.linear(last, (hidden, size), False))
     return GatedMlp(
         reader.linear(f"{name}.gate_proj", shape, False),
         reader.linear(f"{name}.up_proj", shape, False),

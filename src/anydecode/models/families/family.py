@@ -23,7 +23,8 @@ class MixtureOfExperts:
         is_transposed: Whether stacked matrices are `[experts, in, out]`, with the columns of gate
             before those of up (Llama 4), and not `[experts, out, in]`. None: the shape of the last
             stack says which (Qwen3-VL).
-        scoring: See `Routing.scoring`.
+        scoring: See `Routing.scoring`; or several, of which the key `scoring_func` names one. The
+            first is the default.
         has_selection_bias: See `ExpertWeights.selection_bias`; its tensor is `expert_bias` of the
             block or of the router, or `e_score_correction_bias`.
         shared_module: The module of the MLP that every token runs through, if there is one; in the
@@ -46,7 +47,7 @@ class MixtureOfExperts:
     has_biases: bool = False
     is_interleaved: bool = False
     is_transposed: bool | None = False
-    scoring: str = "softmax"
+    scoring: str | tuple[str, ...] = "softmax"
     has_selection_bias: bool = False
     shared_module: str | None = None
     shared_size: str | None = None
@@ -162,8 +163,11 @@ class Family:
         has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
         recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
             `RECURRENT_TYPES`.
-        has_attention_gate: See `LayerSpec.has_attention_gate`; the query matrix has the rows of
-            both, head by head, if `self_attn.gate_proj` is no module of its own.
+        attention_gate: See `LayerSpec.attention_gate`; the key `use_attention_gate` may turn it
+            off. The query matrix has the rows of both, head by head, if `self_attn.gate_proj` is no
+            module of its own.
+        gates_heads: See `LayerSpec.gates_heads`; so may the key `gates_heads`.
+        has_inner_norms: See `LayerSpec.has_inner_norms`.
         multipliers: Whether the config has factors of the attention's and the MLP's products
             (Falcon-H1).
         has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone
@@ -182,6 +186,9 @@ class Family:
             those of its key; None: they are as many.
         has_indexer: Whether an indexer selects the positions that a row attends to (DeepSeek-V3.2),
             see `IndexerSpec`. The config's `indexer_types` has "full" for each layer with one.
+        dense_positions: The config's key for the number of positions that sparse attention selects
+            for each row (MiniMax-M3). Contexts are no longer than that, so that it is attention to
+            all. None: attention is not sparse, or has an indexer here.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -231,7 +238,9 @@ class Family:
     has_sinks: bool = False
     has_clamped_swiglu: bool = False
     recurrent: RecurrentLayout | None = None
-    has_attention_gate: bool = False
+    attention_gate: str | None = None
+    gates_heads: bool = False
+    has_inner_norms: bool = False
     multipliers: bool = False
     has_single_sublayers: bool = False
     has_missing_sublayers: bool = False
@@ -245,6 +254,7 @@ class Family:
     has_latent_attention: bool = False
     value_size: str | None = None
     has_indexer: bool = False
+    dense_positions: str | None = None
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False

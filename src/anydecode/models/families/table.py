@@ -111,7 +111,7 @@ _GATED_DELTA: dict[str, Any] = {
     "qk_norm": "head",
     "norm_offset": 1.0,
     "has_partial_rotary": True,
-    "has_attention_gate": True,
+    "attention_gate": "sigmoid",
     "recurrent": GATED_DELTA,
     "defaults": {"head_dim": 256, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6},
 }

@@ -9,6 +9,7 @@ from anydecode.models.families.table import FAMILIES
 from anydecode.models.limits import MAX_LAYERS
 from anydecode.models.loading.gguf_dense import (
     arcee,
+    bitnet,
     cohere,
     deci,
     falcon,
@@ -48,6 +49,7 @@ from anydecode.models.loading.gguf_encoder import (
 from anydecode.models.loading.gguf_experts import (
     afmoe,
     bailing_moe,
+    cohere2_moe,
     deepseek,
     dots1,
     ernie_moe,
@@ -58,17 +60,20 @@ from anydecode.models.loading.gguf_experts import (
     hunyuan_moe,
     hy_v3,
     kimi_linear,
+    laguna,
     llama4,
     mellum,
     mimo2,
     minicpm3,
     minimax_m2,
+    minimax_m3,
     mistral4,
     olmoe,
     phimoe,
     qwen2_moe,
     qwen3_moe,
     sparse_deepseek,
+    step35,
 )
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.loading.gguf_gemma import (
@@ -95,7 +100,9 @@ from anydecode.models.loading.gguf_recurrent import (
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma3n", "gemma4", "diffusion-gemma", "mimo2", "deci")
+_VARIED = ("gemma3n", "gemma4", "diffusion-gemma", "mimo2", "deci", "step35")
+#: Architectures whose layers differ in the number of heads.
+_VARIED_HEADS = ("laguna", "step35")
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -162,6 +169,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "mellum": mellum,
         "mimo2": mimo2,
         "kimi-linear": kimi_linear,
+        "laguna": laguna,
+        "step35": step35,
+        "cohere2moe": cohere2_moe,
+        "minimax-m3": minimax_m3,
+        "bitnet": bitnet,
+        "bitnet-b1.58": bitnet,
         "ernie4_5-moe": ernie_moe,
         "lfm2": lfm2,
         "deepseek2": deepseek,
@@ -198,13 +211,22 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _has_rms_norms(keys: Keys) -> bool:
+    """Whether norms are RMS norms in a file of Cohere 2 with experts."""
+    key = "attention.layer_norm_rms_epsilon"
+    return keys.architecture == "cohere2moe" and keys.get(key, None) is not None
+
+
 def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
     # Mamba has no attention and no MLP, RWKV no attention.
     low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv7") else 1
     is_deci, hidden = keys.architecture == "deci", keys.count("embedding_length")
-    heads = max(1, keys.count("attention.head_count", low=low, skip_zeros=is_deci))
+    if keys.architecture in _VARIED_HEADS:
+        heads = keys.counts("attention.head_count")[0]
+    else:
+        heads = max(1, keys.count("attention.head_count", low=low, skip_zeros=is_deci))
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
     is_latent, value_size = (
         FAMILIES[model_type].has_latent_attention,
@@ -244,7 +266,7 @@ def _common(keys: Keys) -> dict[str, Any]:
         config[value_size] = value_dim
     if keys.architecture == "phimoe":  # whose layer norms have the key of the others
         config["layer_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
-    elif FAMILIES[model_type].norm == "layer":
+    elif FAMILIES[model_type].norm == "layer" and not _has_rms_norms(keys):
         config["layer_norm_eps"] = keys.number("attention.layer_norm_epsilon")
     else:
         config["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")

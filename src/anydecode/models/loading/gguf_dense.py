@@ -136,6 +136,13 @@ def arcee(keys: Keys, config: dict[str, Any]) -> None:
     config["hidden_act"] = "relu2"
 
 
+def bitnet(keys: Keys, config: dict[str, Any]) -> None:
+    """BitNet b1.58. Files of its own program have the activation of the published model; those of
+    others name it, or have that of earlier models."""
+    is_own = keys.architecture == "bitnet-b1.58"
+    config["hidden_act"] = "relu2" if is_own else keys.get("hidden_activation", "silu")
+
+
 def _has_head_norms(keys: Keys) -> bool:
     """Whether there are norms of queries and keys, which few models of the architecture have."""
     return "blk.0.attn_q_norm.weight" in keys.file.tensors

@@ -6,6 +6,7 @@ from typing import Any
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import rotary_share
 from anydecode.models.limits import MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_dense import phi3
 from anydecode.models.loading.gguf_keys import Keys
@@ -13,6 +14,8 @@ from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID = 1, 2
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_KV_HEADS, _DIVISORS = "num_key_value_heads", ("short_factor", "long_factor")
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
 #: that of those chosen, which files of 2024 and early 2025 do not store. V2 has 160, V3 256.
 _DEEPSEEK_GROUPS = {(160, False): (8, 3), (256, True): (8, 4)}
@@ -150,7 +153,6 @@ def mellum(keys: Keys, config: dict[str, Any]) -> None:
 
 def mimo2(keys: Keys, config: dict[str, Any]) -> None:
     """MiMo-V2-Flash."""
-    kv_heads = keys.counts("attention.head_count_kv")
     _further_layers(keys, config)
     experts(keys, config)
     windows(keys, config)
@@ -176,16 +178,21 @@ def mimo2(keys: Keys, config: dict[str, Any]) -> None:
         ("full_attention", "num_key_value_heads", "add_full_attention_sink_bias"),
         ("sliding_attention", "swa_num_key_value_heads", "add_swa_attention_sink_bias"),
     ):
-        layers = [layer for layer, found in enumerate(types) if found == kind]
-        if len({kv_heads[layer] for layer in layers}) > 1:
-            allowed = f"one number in all layers of type {kind}"
-            raise refusal(keys.name("attention.head_count_kv"), kv_heads, allowed)
-        if layers:
-            config[heads] = kv_heads[layers[0]]
-            config[sinks] = f"blk.{layers[0]}.attn_sinks.weight" in keys.file.tensors
-    family = FAMILIES[config["model_type"]]
-    assert family.derived is not None
-    config |= family.derived({**family.defaults, **config})
+        number = _number_of_type(keys, "attention.head_count_kv", types, kind)
+        if number is not None:
+            config[heads] = number
+            first = types.index(kind)
+            config[sinks] = f"blk.{first}.attn_sinks.weight" in keys.file.tensors
+    _derive(config)
+
+
+def _number_of_type(keys: Keys, key: str, types: list[str], kind: str) -> int | None:
+    """The number that all layers of type `kind` have; None if there are none of this type."""
+    numbers = keys.counts(key)
+    found = {numbers[layer] for layer, one in enumerate(types) if one == kind}
+    if len(found) > 1:
+        raise refusal(keys.name(key), numbers, f"one number in all layers of type {kind}")
+    return next(iter(found), None)
 
 
 def _dense_layers(keys: Keys, config: dict[str, Any]) -> list[int]:
@@ -209,6 +216,124 @@ def kimi_linear(keys: Keys, config: dict[str, Any]) -> None:
     _latent(keys, config, first=types.index("full_attention") if "full_attention" in types else 0)
     experts_beside_shared(keys, config)
     _groups(keys, config)
+
+
+def laguna(keys: Keys, config: dict[str, Any]) -> None:
+    """Laguna. Without a pattern, every fourth layer, from the first on, has no window."""
+    _require_sigmoid(keys)
+    experts(keys, config)
+    count, heads = config["num_hidden_layers"], keys.counts("attention.head_count")
+    config["layer_types"] = [_FULL] * count
+    if keys.get("attention.sliding_window", 0):
+        config["sliding_window"] = keys.count("attention.sliding_window")
+        config["layer_types"] = [_SLIDING if layer % 4 else _FULL for layer in range(count)]
+        if keys.get("attention.sliding_window_pattern", None) is not None:
+            windows(keys, config)
+    gate = keys.file.tensors.get("blk.0.attn_gate.weight")
+    dense = keys.count("leading_dense_block_count", low=0)
+    config |= {
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.count("expert_shared_feed_forward_length"),
+        "moe_routed_scaling_factor": keys.number("expert_weights_scale"),
+        "num_attention_heads_per_layer": heads,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(count)],
+        "gating": gate is None or gate.shape[0] == heads[0] or "per-element",
+        "rope_parameters": _own_ropes(keys, config),
+    }
+    _derive(config)
+
+
+def step35(keys: Keys, config: dict[str, Any]) -> None:
+    """Step-3.5. Layers with full attention rotate half of the numbers that the file names."""
+    _require_sigmoid(keys)
+    _further_layers(keys, config)
+    experts(keys, config)
+    windows(keys, config)
+    count, other = config["num_hidden_layers"], dict[str, Any]()
+    for kind, found in ((_FULL, config), (_SLIDING, other)):
+        for key, name in (("head_count", "num_attention_heads"), ("head_count_kv", _KV_HEADS)):
+            number = _number_of_type(keys, f"attention.{key}", config["layer_types"], kind)
+            if number is not None:
+                found[name] = number
+    if _KV_HEADS in other:
+        other["num_attention_groups"] = other.pop(_KV_HEADS)
+    config |= {
+        "attention_other_setting": other,
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "share_expert_dim": keys.count("expert_shared_feed_forward_length", low=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm", True),
+        "moe_layers_enum": [x for x in range(count) if x not in _dense_layers(keys, config)],
+        "swiglu_limits": keys.get("swiglu_clamp_exp", None),
+        "swiglu_limits_shared": keys.get("swiglu_clamp_shexp", None),
+        "rope_parameters": _own_ropes(keys, config, full_share=0.5),
+    }
+    _derive(config)
+
+
+def cohere2_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """Cohere 2 with experts, whose layer norms are RMS norms if the file has an epsilon for those.
+    The average of both kinds of experts is the only one that files have."""
+    _further_layers(keys, config)
+    experts_beside_shared(keys, config)
+    windows(keys, config)
+    if "rms_norm_eps" in config:
+        config["model_type"] = "cohere2_moe_rms"
+    dense, is_sigmoid = config["intermediate_size"], True
+    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        is_sigmoid = False
+    config |= {
+        "logit_scale": keys.number("logit_scale"),
+        "intermediate_size": config["moe_intermediate_size"],
+        "prefix_dense_intermediate_size": dense,
+        "scoring_func": "sigmoid" if is_sigmoid else "softmax",
+        "norm_topk_prob": keys.get("expert_weights_norm", False),
+    }
+    _derive(config)
+
+
+def minimax_m3(keys: Keys, config: dict[str, Any]) -> None:
+    """MiniMax-M3."""
+    _require_sigmoid(keys)
+    experts_beside_shared(keys, config)
+    partial_rotary(keys, config)
+    size = keys.count("attention.indexer.block_size", 128)
+    config |= {
+        "shared_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "index_block_size": size,
+        "index_topk_blocks": keys.count("attention.indexer.top_k", 16),
+    }
+    _derive(config)
+
+
+def _own_ropes(keys: Keys, config: dict[str, Any], full_share: float = 1.0) -> dict[str, Any]:
+    """The rotary embeddings of layers without and with a window, of which only the first have a
+    scaling, and rotate `full_share` of the numbers that the file has for them."""
+    head, theta, scaling = config["head_dim"], config["rope_theta"], config["rope_scaling"] or {}
+    full = int(keys.count("rope.dimension_count", head) * full_share)
+    sliding = keys.count("rope.dimension_count_swa", head)
+    # The divisors of frequencies may be as many as layers with a window have.
+    divisors = {key: scaling[key][: full // 2] for key in scaling if key in _DIVISORS}
+    return {
+        _FULL: {
+            **scaling,
+            **divisors,
+            "rope_theta": theta,
+            "partial_rotary_factor": rotary_share(full, head),
+        },
+        _SLIDING: {
+            "rope_theta": keys.number("rope.freq_base_swa", theta),
+            "partial_rotary_factor": rotary_share(sliding, head),
+        },
+    }
+
+
+def _derive(config: dict[str, Any]) -> None:
+    """Add what the family computes from the keys of a config."""
+    family = FAMILIES[config["model_type"]]
+    assert family.derived is not None
+    merged = {**family.defaults, **config}
+    config |= {**merged, **family.derived(merged)}
 
 
 def phimoe(keys: Keys, config: dict[str, Any]) -> None:

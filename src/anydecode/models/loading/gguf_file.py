@@ -20,6 +20,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels import ptq161
 from anydecode.kernels.formats import BLOCKS, DTYPES, is_packed, row_bytes
 from anydecode.kernels.interface import Weight
+from anydecode.models.loading import ternary
 from anydecode.models.loading.gguf_split import part_names
 
 _MAGIC = b"GGUF"
@@ -83,6 +84,10 @@ _OTHER_FORMATS = {
 #: A format without kernels, whose blocks of 128 signs become four of Q4_0 each, without loss.
 _SIGNS, _SIGNS_CODE, _SIGNS_BLOCK = "Q1_0", 41, (128, 18)
 _SIGNS_STEP = 1 << 16  # blocks that are converted at once
+#: The format of BitNet's own program, without kernels here: codes of two bits and one factor for
+#: the whole matrix. They become TQ2_0 without loss.
+_TERNARY, _TERNARY_CODE = "I2_S", 36
+_TERNARY_END = 32  # bytes behind the codes, of which four are the factor
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 
@@ -170,6 +175,8 @@ class GGUFFile:
         if info.format == _SIGNS:
             data = _signs_as_q4_0(raw).reshape(rows, -1)
             return Weight("Q4_0", rows, info.shape[-1], data, weight_name)
+        if info.format == _TERNARY:
+            return _ternary(raw, rows, weight_name)
         weight = Weight(info.format, rows, info.shape[-1], raw.reshape(rows, -1), weight_name)
         if info.format == ptq161.FORMAT:
             weight.columns = self._columns(info)
@@ -205,6 +212,15 @@ def _signs_as_q4_0(raw: np.ndarray) -> np.ndarray:
         out[start : start + len(part), :, :2] = part[:, None, :2]
         out[start : start + len(part), :, 2:] = codes[:, :, 0] | codes[:, :, 1] << 4
     return out
+
+
+def _ternary(raw: np.ndarray, rows: int, name: str) -> Weight:
+    """The matrix of I2_S. The highest of the four codes in a byte is that of the first input, and
+    the lowest in TQ2_0."""
+    codes, end = raw[:-_TERNARY_END], raw[-_TERNARY_END:]
+    turned = (codes & 3) << 6 | (codes & 12) << 2 | codes >> 2 & 12 | codes >> 6
+    factor = float(end[:4].view(np.float32)[0])
+    return ternary.packed_ternary(turned.reshape(rows, -1), factor, name)
 
 
 class _Header:
@@ -311,19 +327,22 @@ class _Header:
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
         format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code)
-        if code == _SIGNS_CODE:
-            format = _SIGNS
+        if code in (_SIGNS_CODE, _TERNARY_CODE):
+            format = _SIGNS if code == _SIGNS_CODE else _TERNARY
         is_integer = code in INTEGER_CODES
         if format is None or (is_integer and len(shape) > 1):
             format_name = format or _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
-                f" {', '.join(sorted((*BLOCKS, _SIGNS)))}"
+                f" {', '.join(sorted((*BLOCKS, _SIGNS, _TERNARY)))}"
             )
         values, block_bytes = _SIGNS_BLOCK if format == _SIGNS else BLOCKS.get(format, (1, 8))
+        if format == _TERNARY:
+            values, block_bytes = ternary.BLOCK, ternary.BLOCK // 4
         if 0 in shape or shape[-1] % values:
             raise self.fault(f"is corrupt: tensor {name!r} of shape {list(shape)} in {format}")
         size = math.prod(shape) // values * block_bytes
+        size += _TERNARY_END if format == _TERNARY else 0
         if format == ptq161.FORMAT:
             size = math.prod(shape[:-1]) * row_bytes(format, shape[-1])
         if offset % alignment:

@@ -229,7 +229,16 @@ OVERRIDES = {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
     },
-    **dict.fromkeys(("dots1", "bailingmoe", "exaone-moe"), _shared("shared_experts")),
+    **dict.fromkeys(
+        ("dots1", "bailingmoe", "exaone-moe", "cohere2moe", "minimax-m3"),
+        _shared("shared_experts"),
+    ),
+    "laguna": {"attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
+    "step35": {"attn_gate": "self_attn.gate_proj", **_shared("share_expert")},
+    **dict.fromkeys(
+        ("bitnet", "bitnet-b1.58"),
+        {"attn_sub_norm": "self_attn.inner_norm", "ffn_sub_norm": "mlp.inner_norm"},
+    ),
     "phimoe": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
     "afmoe": {**_SANDWICH, "attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
@@ -284,6 +293,7 @@ EXPERTS = {
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
             *("hy_v3", "mellum", "mimo2", "kimi-linear"),
+            *("laguna", "step35", "cohere2moe", "minimax-m3"),
         ),
         _MLP_EXPERTS,
     ),
@@ -337,7 +347,10 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
+    *("step35", "cohere2moe"),
 )
+#: Architectures with sparse attention, whose contexts are so short that it is attention to all.
+WITHOUT_INDEXER = ("minimax-m3",)
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")
@@ -351,7 +364,7 @@ INTERLEAVED = (
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (
     *("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron"),
-    *("qwen3next", "qwen35", "qwen35moe"),
+    *("qwen3next", "qwen35", "qwen35moe", "step35", "minimax-m3"),
 )
 
 

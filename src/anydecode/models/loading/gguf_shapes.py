@@ -147,7 +147,11 @@ def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     if family.moe is not None and family.moe.has_norms and is_expert_layer(config, layer):
         names += [f"post_feedforward_layernorm_{i}" for i in (1, 2)]
         names.append("pre_feedforward_layernorm_2")
-    return {name: hidden for name in names}
+    found = {name: hidden for name in names}
+    if family.has_inner_norms:
+        found["self_attn.inner_norm"] = config["num_attention_heads"] * config["head_dim"]
+        found["mlp.inner_norm"] = config["intermediate_size"]
+    return found
 
 
 def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
@@ -168,8 +172,10 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
         "self_attn.qkv_proj",
     )
     if overrides.get("attn_gate") == gate:
-        matrices[gate] = (q, hidden)
-    elif family.has_attention_gate:
+        gates_heads = config.get("gates_heads", family.gates_heads)
+        rows = config["num_attention_heads"] if gates_heads else q
+        matrices[gate] = (rows, hidden)
+    elif family.attention_gate:
         q *= 2
     if overrides.get("attn_qkv") == fused:
         matrices[fused] = (q + kv + size, hidden)

@@ -11,8 +11,8 @@ import numpy as np
 from anydecode.kernels.interface import Weight
 
 #: Reads a tensor of the checkpoint by name; whether there is one; the module's name; the settings
-#: of the quantisation. Returns the module's weight.
-Read = Callable[[Callable[[str], np.ndarray], Callable[[str], bool], str, Any], Weight]
+#: of the quantisation. Returns the module's weight, or its tensor where it is not quantised.
+Read = Callable[[Callable[[str], np.ndarray], Callable[[str], bool], str, Any], Weight | np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from anydecode.models.families.advice import quantization_advice
 from anydecode.models.files import read_json
 from anydecode.models.loading import (
     awq,
+    bitnet,
     bitsandbytes,
     compressed_tensors,
     fp8,
@@ -61,6 +62,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], Path], list[Layout]]] = {
     "bitsandbytes": bitsandbytes.layouts,
     "hqq": hqq.layouts,
     "torchao": torchao.layouts,
+    "bitnet": bitnet.layouts,
 }
 
 

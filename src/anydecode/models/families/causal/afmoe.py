@@ -23,7 +23,7 @@ FAMILIES = {
         norms="both",
         qk_norm="head",
         rope_layers=rope_if_sliding,
-        has_attention_gate=True,
+        attention_gate="sigmoid",
         scales=_scales,
         keys={
             "global_attn_every_n_layers": ("sliding_window_pattern",),

@@ -13,11 +13,11 @@ from anydecode.models.limits import refusal
 _KEY = "moe_layers_enum"
 
 
-def _dense_layers(config: Config) -> dict[str, Any]:
-    """The layers without experts: those that the config does not list, or the first one."""
+def unlisted_layers(config: Config, num_dense: int = 1) -> dict[str, Any]:
+    """The layers without experts: those that the config does not list, or the first ones."""
     listed, count = config.get(_KEY), num_layers(config)
     if listed is None:
-        return {"mlp_only_layers": [0]}
+        return {"mlp_only_layers": list(range(num_dense))}
     if isinstance(listed, str):
         listed = [part.strip() for part in listed.split(",") if part.strip()]
     if not isinstance(listed, list) or not all(str(one).isdecimal() for one in listed):
@@ -44,7 +44,7 @@ FAMILIES = {
             "self_attn.q_a_layernorm": "self_attn.inter_norm",
             "self_attn.q_b_proj": "self_attn.wq",
         },
-        derived=_dense_layers,
+        derived=unlisted_layers,
         defaults={
             "num_key_value_heads": 1,
             "head_dim": 256,
