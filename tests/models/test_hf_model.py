@@ -228,8 +228,30 @@ def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
     folder = save("Persimmon", tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
-    with pytest.raises(CheckpointError, match="supported are llama, mistral"):
+    with pytest.raises(
+        CheckpointError, match="no causal model of this type either; supported"
+    ) as x:
         LLM(str(folder))
+    assert "'unheard-of' (PersimmonForCausalLM) is not supported; " in str(x.value)
+    assert "\n" not in str(x.value)
+
+
+def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_supported(
+    tmp_path: Path,
+) -> None:
+    for changes, name in (
+        ({}, "model type 'persimmon' (PersimmonForCausalLM)"),
+        ({"model_type": "mllama", "text_config": {}}, "architecture PersimmonForCausalLM of"),
+    ):
+        folder = save("Persimmon", tmp_path / str(len(changes)))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(CheckpointError) as caught:
+            LLM(str(folder))
+        message = str(caught.value)
+        assert name in message and "\n" not in message
+        assert "; transformers has it, with fewer guarantees: backend='transformers'" in message
+        assert "; supported are " in message
 
 
 def test_an_unsupported_architecture_of_gguf_has_advice(tmp_path: Path) -> None:

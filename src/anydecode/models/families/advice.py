@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -15,6 +17,16 @@ def advice(model_type: Any) -> str:
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
     return _advice("has")
+
+
+def unsupported(what: str, model_type: Any, supported: Iterable[str]) -> str:
+    """The message for a model without an implementation here: `what` it is, whether the installed
+    `transformers` has it, and what is supported. The last may be cut."""
+    hint = advice(model_type)
+    if not hint and find_spec("transformers") is None:
+        hint = "whether transformers has it is not known, because it is not installed"
+    hint = hint or "transformers has no causal model of this type either"
+    return f"{what} is not supported; {hint}; supported are {', '.join(supported)}"
 
 
 def quantization_advice(method: Any) -> str:

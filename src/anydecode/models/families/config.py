@@ -17,7 +17,7 @@ from anydecode.kernels.interface import (
     Rope,
     Routing,
 )
-from anydecode.models.families.advice import advice
+from anydecode.models.families.advice import unsupported
 from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
 from anydecode.models.families.distance_biases import BIAS_REACH
@@ -134,11 +134,7 @@ def text_config(config: Config) -> dict[str, Any]:
     model_type = find_family(text, "gemma3_text" if given == "gemma3" else given)
     if model_type is None:
         name = ", ".join(class_names(config)) or "no architecture"
-        hint = advice(given)
-        raise ConfigError(
-            f"model type {given!r} ({name}) is not supported; "
-            + (hint or f"supported are {', '.join(FAMILIES)}")
-        )
+        raise ConfigError(unsupported(f"model type {given!r} ({name})", given, FAMILIES))
     family = FAMILIES[model_type]
     _check_architecture(text, given, family.architectures)
     if family.moe is None and any(text.get(key) for key in _NUM_EXPERTS):
@@ -161,10 +157,8 @@ def _check_architecture(config: Config, model_type: Any, supported: tuple[str, .
     """Raise CheckpointError if the config names classes and none of them is supported."""
     names = class_names(config)
     if names and not set(names) & set(supported):
-        raise ConfigError(
-            f"architecture {', '.join(names)} of model type {model_type!r} is not supported;"
-            f" supported is {', '.join(supported)}"
-        )
+        what = f"architecture {', '.join(names)} of model type {model_type!r}"
+        raise ConfigError(unsupported(what, model_type, supported))
 
 
 def spec_from_config(
