@@ -33,7 +33,7 @@ class Adapters:
         self._model = model
         self._lock = threading.Lock()  # while one is loaded
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._tasks: dict[str, LoadedAdapter] = {}
+        self._tasks: dict[str, LoadedAdapter] = {}  # by the names that `of_embedding` returns
 
     @property
     def names(self) -> list[str]:
@@ -73,31 +73,31 @@ class Adapters:
             self.find(name)
             del self._adapters[name]
 
-    def of_embedding(self, name: str | None, task: str | None) -> LoadedAdapter | None:
-        """The adapter called `name`, or the updates of a task of the model.
+    def of_embedding(self, name: str | None, task: str | None) -> str | None:
+        """The name for `find` of the adapter called `name`, or of the updates of a task of the
+        model.
 
         Raises:
-            InvalidRequestError: There is no such adapter or task, or both are given.
+            InvalidRequestError: There is no such task, or both are given.
         """
         found = task_named(getattr(self._model, "tasks", {}), task)
-        if task is None or found is None:
-            return self.find(name)
+        if found is None:
+            return name
         if name is not None:
             raise InvalidRequestError(
                 f"task {task!r} has updates of the same matrices as the adapter {name!r}: leave"
                 " one of them out"
             )
+        key = f"task:{task}"
         with self._lock:
-            if task not in self._tasks:
+            if key not in self._tasks:
                 index = self._model.install_adapter(found.adapter)
-                self._tasks[task] = LoadedAdapter(self._model, index, self._model.path)
-            return self._tasks[task]
+                self._tasks[key] = LoadedAdapter(self._model, index, self._model.path)
+        return key
 
-    def find(self, name: str | LoadedAdapter | None) -> LoadedAdapter | None:
+    def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter called `name`; None for None. Raises `InvalidRequestError`."""
-        if isinstance(name, LoadedAdapter):
-            return name
-        adapter = None if name is None else self._adapters.get(name)
+        adapter = None if name is None else self._tasks.get(name) or self._adapters.get(name)
         if adapter is None and name is not None:
             loaded = ", ".join(self.names) or "none is loaded"
             raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")

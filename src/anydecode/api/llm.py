@@ -650,11 +650,12 @@ class LLM:
         """
         self._adapters.remove(name)
 
-    def embedding_adapter(self, adapter: str | None, task: str | None) -> LoadedAdapter | None:
-        """The adapter of an embedding: the one of this name, or that of a task of the model.
+    def embedding_adapter(self, adapter: str | None, task: str | None) -> str | None:
+        """The name of the adapter of an embedding: the one that is given, or that of a task of the
+        model.
 
         Raises:
-            InvalidRequestError: There is no such adapter or task, or both are given.
+            InvalidRequestError: There is no such task, or both are given.
         """
         return self._adapters.of_embedding(adapter, task)
 
@@ -722,7 +723,7 @@ class LLM:
         decoder: str | Decoder | SamplerPreset | Constraint | None = None,
         sampler: str | SamplerPreset | Seq[str | SamplerPreset] = (),
         constraint: str | Constraint | ConstraintState | None = None,
-        adapter: str | LoadedAdapter | None = None,
+        adapter: str | None = None,
         trace: bool = False,
         priority: int = 0,
         namespace: Hashable = None,
@@ -880,7 +881,7 @@ class LLM:
         task = options.get("task")
         start = text_start(self.model, options.get("prompt_name"), task)
         limit = token_limit(options.get("truncate_prompt_tokens"), self.max_length)
-        loaded = self.embedding_adapter(options.get("adapter"), task)
+        loaded = self._adapters.find(self.embedding_adapter(options.get("adapter"), task))
         decoders = [embedding_decoder(self.model, task) for _ in prompts]
         requests = []
         for decoder, one in zip(decoders, prompts, strict=True):
