@@ -13,6 +13,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema_rs
 import lark
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from anydecode.constraints.grammar.canvas_grammar import (
     CanvasGrammar,
     RegularAnswer,
 )
+from anydecode.constraints.json.schema_grammar import canvas_grammar_of
 from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
 from certificates import assert_certified, assert_rejected
@@ -288,6 +290,51 @@ def open_llm(block_size: int | None = None) -> LLM:
     return LLM(model(block_size), tokenizer=ByteTokenizer(), cache_positions=1024)
 
 
+#: Strings of each format, and strings that only look like it.
+FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "date": (
+        ("2024-02-29", "2000-02-29", "1999-12-31"),
+        ("2023-02-29", "1900-02-29", "2024-04-31"),
+    ),
+    "time": (("23:59:59Z", "00:00:00.25+01:30"), ("24:00:00Z", "23:59:59", "23:60:00Z")),
+    "date-time": (("2024-05-06T07:08:09Z",), ("2024-05-06 07:08:09Z", "2024-13-06T07:08:09Z")),
+    "duration": (("P1Y2M3D", "PT5M", "P4W", "P1DT1H"), ("P", "PT", "P1S", "P1Y1D", "1D")),
+    "email": (("ada.b@lab-1.org",), ("ada", "@lab.org", "a..b@lab.org")),
+    "hostname": (("lab-1.example.org",), ("-a.org", "a_b", "a..b")),
+    "ipv4": (("192.168.0.1", "0.0.0.0"), ("1.2.3", "256.1.1.1", "01.2.3.4")),
+    "ipv6": (
+        ("::", "::1", "2001:db8::ff", "1:2:3:4:5:6:7:8"),
+        ("1:2:3", ":::", "1::2::3", "12345::"),
+    ),
+    "uuid": (("123e4567-e89b-12d3-a456-426614174000",), ("123e4567e89b12d3a456426614174000",)),
+    "uri": (("https://a.org/b?c=d", "urn:isbn:0-1"), ("a.org/b", "https://a b", "://a")),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strings_of_a_format_are_valid(name: str) -> None:
+    """Random walks through the automaton, and strings that are and are not of the format."""
+    schema = {"type": "string", "format": name}
+    state: Any = JsonSchema(schema).start(ByteTokenizer(), BYTE_VOCABULARY)
+    grammar = canvas_grammar_of(state.origin)
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    byte_of = {label: byte for byte, label in reversed([*enumerate(grammar.classes)])}
+    draw = Random(4)
+    for _ in range(300):
+        text, at = bytearray(), grammar.start_states[0]
+        while grammar.completed_rule[at] < 0 or (grammar.transitions[at] and draw.random() < 0.8):
+            label = draw.choice([*grammar.transitions[at]])
+            text.append(byte_of[label])
+            at = grammar.transitions[at][label]
+        assert validator.is_valid(json.loads(text)), bytes(text)
+    tokens: Any = SimpleNamespace(token_bytes=[bytes([byte]) for byte in range(256)], size=256)
+    rules = CanvasGrammar(grammar, tokens, frozenset())
+    for strings, is_valid in zip(FORMATS[name], (True, False), strict=True):
+        for one in strings:
+            assert validator.is_valid(one) == is_valid, one
+            assert rules.is_completable([*json.dumps(one).encode()]) == is_valid, one
+
+
 PROMPTS = [[1, 2], [3], [4, 5, 6, 7, 8, 9]]
 
 
@@ -404,7 +451,8 @@ def test_several_regions_are_infilled_so_that_the_whole_parses() -> None:
         (Choice(["abcdefghijkl", "bcdefghijklm"]), "at most 8 tokens .* max_tokens is too small"),
         (Grammar('start: start "a"'), "cannot be met"),
         (Grammar("start: %json {}"), "unexpected '%'"),
-        (JsonSchema({"type": "string", "format": "date"}), "does not support format in a JSON"),
+        (JsonSchema({"type": "integer", "multipleOf": 3}), "does not support multipleOf in a JSON"),
+        (JsonSchema({"format": "date", "minLength": 1, "type": "string"}), "format with a length"),
         (JsonSchema({"type": "integer"}, engine="xgrammar"), "engine llguidance"),
         (Regex("(a|b)*a(a|b){25}"), "too large"),
     ],

@@ -36,7 +36,7 @@ _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _BY_TYPE: dict[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
-    "string": frozenset({"minLength", "maxLength", "pattern"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
 }
 _BY_TYPE["integer"] = _BY_TYPE["number"]
@@ -89,6 +89,46 @@ _QUOTE = literal('"')
 #: The bytes of `_PLAIN`, as a set.
 _PLAIN_BYTES = sum(1 << byte for byte in range(0x20, 256) if byte not in b'"\\')
 _FRACTION = r"(\.[0-9]+)?"
+
+
+_DAY = "(0[1-9]|1[0-9]|2[0-8])"
+_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][48]|[2468]0|[13579][26])00)"
+_DATE = (
+    f"[0-9]{{4}}-((0[1-9]|1[0-2])-{_DAY}|(0[13-9]|1[0-2])-(29|30)|(0[13578]|1[02])-31)"
+    f"|{_LEAP_YEAR}-02-29"
+)
+_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
+_CLOCK_DURATION = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
+_DAYS = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+_LABEL = "[a-zA-Z0-9]{1,15}(-[a-zA-Z0-9]{1,15}){0,2}"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,3}}"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_GROUP = "[0-9a-fA-F]{1,4}"
+#: What strings of each format hold here. The formats have further values.
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"({_DATE})T{_TIME}",
+    "duration": f"P({_DAYS}({_CLOCK_DURATION})?|{_CLOCK_DURATION}|[0-9]+W)",
+    "email": rf"[a-zA-Z0-9_+-]{{1,20}}(\.[a-zA-Z0-9_+-]{{1,20}}){{0,2}}@{_HOST}\.[a-z]{{2,12}}",
+    "hostname": _HOST,
+    "ipv4": rf"{_OCTET}(\.{_OCTET}){{3}}",
+    "ipv6": "|".join(
+        [
+            f"({_GROUP}:){{7}}{_GROUP}",
+            f"::({_GROUP}(:{_GROUP}){{0,6}})?",
+            *(
+                f"{_GROUP}(:{_GROUP}){{{left}}}::({_GROUP}(:{_GROUP}){{0,{5 - left}}})?"
+                for left in range(6)
+            ),
+            f"{_GROUP}(:{_GROUP}){{6}}::",
+        ]
+    ),
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "uri": rf"(https?|ftp)://{_HOST}(:[0-9]{{1,4}})?(/[a-zA-Z0-9._~-]*)*(\?[a-zA-Z0-9=&_-]*)?"
+    "|urn:[a-z][a-z0-9]{1,30}:[a-zA-Z0-9:._-]+",
+}
 
 
 def canvas_grammar_of(description: str) -> ByteGrammar:
@@ -260,9 +300,14 @@ class _SchemaRules:
 
 def _string(schema: dict[str, Any]) -> Expression:
     lowest, highest = schema.get("minLength", 0), schema.get("maxLength")
-    if "pattern" in schema:
-        if lowest or highest is not None:
-            raise _unsupported("pattern", "with a length")
+    for keyword in ("pattern", "format"):
+        if keyword in schema and (lowest or highest is not None):
+            raise _unsupported(keyword, "with a length")
+    if "format" in schema:
+        if "pattern" in schema or schema["format"] not in _FORMATS:
+            raise _unsupported("format", schema["format"])
+        content = read_regex(_FORMATS[schema["format"]])
+    elif "pattern" in schema:
         content = _written(search_expression(schema["pattern"]))
     else:
         if highest is not None and highest < lowest:

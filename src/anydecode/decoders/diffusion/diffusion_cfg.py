@@ -248,8 +248,9 @@ class GrammaticalDenoiser(Denoiser):
             " the schema, and nothing else; a keyword of a schema that it cannot check is refused",
             "a complete text may also end at the last position without an end of text",
             "of a JSON Schema, strings have only the short escapes, additional property names none,"
-            " and numbers no exponents; format, multipleOf, patternProperties, minProperties,"
-            " maxProperties, a pattern with a length, and an allOf that is not merged are refused",
+            " and numbers no exponents; of the formats, common values are allowed; multipleOf,"
+            " patternProperties, minProperties, maxProperties, a pattern or a format with a length,"
+            " and an allOf that is not merged are refused",
         ),
         remote={
             "block": Range(0, 4096),
