@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, log, log2
 from typing import Any, Protocol
 
 #: Default cost of one more row, as a fraction of a pass over one row.
@@ -134,9 +134,10 @@ class CostCorrection:
     """Online correction of a cost table from observed passes.
 
     The correction is the product of two factors: one for the current speed of the machine, and one
-    for the order of magnitude (bit length) of the number of rows. The speed factor takes the share
-    `shared` of every update, so that rarely run sizes follow the others. A table that was measured
-    on a busy machine is corrected this way.
+    for the number of rows, which is interpolated between those of 1, 2, 4, 8, ... rows. So a pass
+    of one more row is never expensive or cheap only because its rows are counted with others. The
+    speed factor takes the share `shared` of every update, so that rarely run sizes follow the
+    others. A table that was measured on a busy machine is corrected this way.
 
     Args:
         rate: Learning rate, between 0 and 1, of the logarithms of the factors.
@@ -154,23 +155,41 @@ class CostCorrection:
     def __call__(self, rows: int) -> float:
         """The factor to multiply the table's cost of `rows` rows with. Sizes without observations
         take the factor of the nearest smaller size, else of the nearest larger size."""
-        return exp(self._speed + self._size_factor(rows.bit_length()))
+        return exp(self._speed + self._interpolated(*_between(rows)))
 
-    def _size_factor(self, magnitude: int) -> float:
+    def _interpolated(self, size: int, share: float) -> float:
+        """The logarithm of the factor at `share` of the way from 2^size rows to twice as many."""
+        smaller = self._size_factor(size)
+        if not share:
+            return smaller
+        return smaller + share * (self._size_factor(size + 1) - smaller)
+
+    def _size_factor(self, size: int) -> float:
         sizes = self._sizes
         if not sizes:
             return 0.0
-        smaller = [size for size in sizes if size <= magnitude]
+        smaller = [other for other in sizes if other <= size]
         return sizes[max(smaller) if smaller else min(sizes)]
 
     def record(self, rows: int, ratio: float) -> None:
         """Record a pass that took `ratio` times the cost in the table."""
-        magnitude = rows.bit_length()
-        current = self._size_factor(magnitude)
+        size, share = _between(rows)
         target = log(min(max(ratio, 1 / self._limit), self._limit))
-        step = self._rate * (target - self._speed - current)
-        self._sizes[magnitude] = current + (1 - self._shared) * step
+        step = self._rate * (target - self._speed - self._interpolated(size, share))
+        # Both sizes move as far as brings the factor between them by its part of the step.
+        own = (1 - self._shared) * step / ((1 - share) ** 2 + share**2)
+        changed = {size: self._size_factor(size) + (1 - share) * own}
+        if share:
+            changed[size + 1] = self._size_factor(size + 1) + share * own
+        self._sizes |= changed
         self._speed += self._shared * step
+
+
+def _between(rows: int) -> tuple[int, float]:
+    """The size below a number of rows, as its binary logarithm, and the share of the way from it to
+    the next one, by logarithms."""
+    size = rows.bit_length() - 1
+    return size, log2(rows) - size
 
 
 def default_table(unit: float = 1.0) -> CostTable:

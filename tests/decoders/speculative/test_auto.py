@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from threading import current_thread
 from time import sleep
 from typing import Any
@@ -574,6 +575,37 @@ def test_cost_correction_of_rare_row_counts_follows() -> None:
         correction.record(1, 2.0)
     assert correction(1) == pytest.approx(2.0, abs=0.01)
     assert 1.6 < correction(8) < 2.0
+
+
+def stepwise(correction: CostCorrection, rows: int) -> float:
+    """The wrong twin: one factor for all rows of one bit length."""
+    return correction(1 << rows.bit_length() - 1)
+
+
+def test_a_cost_correction_has_no_step_between_two_numbers_of_rows() -> None:
+    """Passes of one sequence with drafts may take less than the table says, and those of several
+    sequences more. A draft must not seem to be free where both meet."""
+    table, correction = CostTable({0: {1: 0.003, 8: 0.006, 16: 0.01}}), CostCorrection()
+    for _ in range(400):
+        for rows, ratio in ((1, 1.0), (4, 1.3), (8, 0.9), (12, 0.9)):
+            correction.record(rows, ratio)
+    for rows, ratio in ((1, 1.0), (4, 1.3), (8, 0.9), (12, 0.9)):
+        assert correction(rows) == pytest.approx(ratio, rel=0.03)
+    for factor, is_smooth in ((correction, True), (lambda n: stepwise(correction, n), False)):
+        factors = [factor(rows) for rows in range(4, 17)]
+        drops = [before / after for before, after in pairwise(factors)]
+        assert (max(drops) < 1.15) == is_smooth
+        if not is_smooth:  # the eighth row would save a quarter of the pass
+            assert factor(8) * table.seconds(8, 0) < factor(7) * table.seconds(7, 0)
+
+
+def test_more_rows_never_cost_less() -> None:
+    class Cheaper:
+        def seconds(self, rows: int, context: int) -> float:
+            return 0.01 if rows < 8 else 0.006 + 0.001 * (rows - 8)
+
+    costs = Auto(max_drafts=16).pass_costs(Cheaper(), 5, 1, 0)  # type: ignore[arg-type]
+    assert costs[:7] == [0.01] * 7 and costs == sorted(costs) and costs[-1] > 0.015
 
 
 def test_uniformly_slow_machine_scales_all_costs() -> None:

@@ -21,6 +21,7 @@ is searched for. Tokens forced by a constraint are drafted first, since they are
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from math import inf
 from time import perf_counter
 
@@ -587,10 +588,9 @@ class Auto(Decoder):
         key = (num_others, width, context)
         uses, costs = self._costs.get(key, (0, []))
         if not uses:
-            costs = [
-                cost_model.seconds(num_others + width * (1 + count), context)
-                for count in range(self.max_drafts + 1)
-            ]
+            # Corrections of two sizes may make more rows look cheaper, which they never are.
+            rows = range(num_others + width, num_others + width * (self.max_drafts + 2), width)
+            costs = list(accumulate((cost_model.seconds(n, context) for n in rows), max))
         self._costs[key] = ((uses + 1) % COSTS_USES, costs)
         return list(costs)
 
