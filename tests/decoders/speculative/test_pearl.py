@@ -28,6 +28,27 @@ def test_certificate_rejects_post_verify_alone(monkeypatch: pytest.MonkeyPatch) 
     assert_rejected("pearl")
 
 
+def test_certificate_rejects_a_fixed_draft_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_defaults(monkeypatch, "pearl", size=4)
+    assert_rejected("pearl")
+
+
+def test_certificate_rejects_the_time_of_all_drafts_as_that_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = Pearl._record_drafts
+    monkeypatch.setattr(
+        Pearl, "_record_drafts", lambda self, count, seconds: record(self, min(count, 1), seconds)
+    )
+    assert_rejected("pearl")
+
+
+def test_with_another_rule_no_length_depends_on_measured_times() -> None:
+    for rule, is_fixed in (("rejection", True), ("typical", True), ("token-exact", False)):
+        assert (Pearl(acceptance=rule).size == 4) == is_fixed
+        assert Pearl(size=7, acceptance=rule).size == 7
+
+
 def test_certificate_rejects_drafts_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_method(monkeypatch, "pearl", "speculative-sampling")
     assert_rejected("pearl")

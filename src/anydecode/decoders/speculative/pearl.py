@@ -3,9 +3,12 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.decoders.framework.rejection import (
     CHAIN_NOISE,
     LOGIT_RULES,
@@ -23,6 +26,11 @@ from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
+#: Drafts per round before the draft model's passes were measured, and the most of them.
+DEFAULT_SIZE, MAX_SIZE = 4, 64
+#: Weight of a round in the average of the time per draft.
+DRAFT_RATE = 0.1
+
 
 @register(
     Card(
@@ -37,7 +45,9 @@ from anydecode.scoring.tree import ROOT, TokenTree
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
             CHAIN_NOISE,
             "the models run in parallel on threads or devices of one process",
-            "the draft length is a parameter, not derived from the ratio of the two pass times",
+            "the draft length follows the pass times that are measured while texts are generated"
+            " (the paper: one length, set beforehand); with another rule than token-exact it is 4"
+            " by default, so that no text depends on measured times",
         ),
         remote={"size": Range(1, 64), "acceptance": LOGIT_RULES},
     )
@@ -47,8 +57,8 @@ class Pearl(Decoder):
     (post-verify). If all drafts are accepted, the next round's drafts are ready.
 
     Args:
-        size: Number of drafts per round; best near the ratio of the target's pass time to the draft
-            model's.
+        size: Number of drafts per round; None: the ratio of the target's pass time to the draft
+            model's, as measured.
         pre_verify: The target does not wait for drafts: if there are none, it scores the text while
             the first ones are made. False leaves post-verify alone.
         acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
@@ -59,29 +69,53 @@ class Pearl(Decoder):
 
     def __init__(
         self,
-        size: int = 4,
+        size: int | None = None,
         pre_verify: bool = True,
         acceptance: str | Acceptance = "token-exact",
     ) -> None:
-        if size < 1:
+        if size is not None and size < 1:
             raise InvalidRequestError("drafting in parallel needs a size of at least one draft")
-        self.size = size
         self.pre_verify = pre_verify
         self.acceptance = logit_rule(acceptance, "pearl")
+        if size is None and not isinstance(self.acceptance, TokenExact):
+            size = DEFAULT_SIZE
+        self.size = size
+        self.clock: Callable[[], float] = perf_counter
+        self._seconds_per_draft: float | None = None
+
+    def num_drafts(self, sequence: Sequence) -> int:
+        """The number of drafts of the next round: as many as the draft model makes in a pass of the
+        target, if this was measured."""
+        if self.size is not None:
+            return self.size
+        if self._seconds_per_draft is None:
+            return DEFAULT_SIZE
+        pass_seconds = sequence.cost_model.seconds(1 + DEFAULT_SIZE, sequence.length)
+        ratio = pass_seconds / max(self._seconds_per_draft, 1e-9)
+        return int(min(max(round(ratio), 1), MAX_SIZE))
+
+    def _record_drafts(self, count: int, seconds: float) -> None:
+        if count:
+            measured, known = seconds / count, self._seconds_per_draft
+            self._seconds_per_draft = (
+                measured if known is None else known + DRAFT_RATE * (measured - known)
+            )
 
     def decode(self, sequence: Sequence) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
+            size = self.num_drafts(sequence)
             if not drafts:
                 sequence.align(DRAFT)
                 rows = distribution_list(self.acceptance)
                 if not self.pre_verify:
-                    drafts = yield from draft_chain(sequence, [], self.size, distributions=rows)
+                    drafts = yield from draft_chain(sequence, [], size, distributions=rows)
             tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
-            count = self.size if self.pre_verify else self.size + 1
-            next_rows = distribution_list(self.acceptance)
+            count = size if self.pre_verify else size + 1
+            next_rows, start = distribution_list(self.acceptance), self.clock()
             next_drafts = yield from draft_chain(sequence, drafts, count, distributions=next_rows)
+            self._record_drafts(len(next_drafts), self.clock() - start)
             if ticket.scores is None:
                 yield Wait([ticket])
             ahead = sampled_chain(next_drafts[:1], next_rows)

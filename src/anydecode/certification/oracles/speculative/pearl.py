@@ -13,14 +13,17 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     chain_oracle,
     overlap,
 )
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
-from anydecode.certification.rounds import blurred, rounds, scripted
+from anydecode.certification.rounds import VirtualClock, blurred, rounds, scripted
+from anydecode.decoders.speculative.pearl import Pearl
 
 
 @oracle_test("pearl")
 def pearl() -> Iterator[Check]:
     """Pre-verify while no draft is pending, post-verify while all drafts were accepted; drafting
-    and verification overlap. Samples under the paper's rejection rule follow the target."""
+    and verification overlap; the draft length is the ratio of the pass times. Samples under the
+    paper's rejection rule follow the target."""
     modes = set()
     for temperature in (0.0, 0.8):
         wrong = 0
@@ -36,8 +39,26 @@ def pearl() -> Iterator[Check]:
         yield Check(f"T={temperature} equals the two-mode oracle", wrong == 0)
     yield Check("both modes occur", modes == {True, False})
     yield from overlap("pearl:size=4")
+    yield from _sizes()
     yield from _post_verify()
     yield from rejection_checks("pearl")
+
+
+def _sizes() -> Iterator[Check]:
+    """On a virtual clock, by default as many tokens are drafted as the draft model makes in one
+    pass of the target, whose costs are known; 4 before the draft model's were measured."""
+    for target, draft, ratio in ((6.0, 1.0, 6), (2.0, 1.0, 2), (3.0, 2.0, 2), (1.0, 4.0, 1)):
+        with scripted(TARGET, TARGET) as llm:
+            llm.cost_model = FixedCosts(lambda rows, _: target)  # noqa: B023
+            VirtualClock(llm, target=target, draft=draft)
+            decoder = llm.decoder("pearl")
+            assert isinstance(decoder, Pearl)
+            decoder.clock = lambda: llm.engine.now  # noqa: B023
+            trace = rounds(llm, decoder, PROMPTS[0])
+        sizes = [len(one.tokens) for one in trace[1:-1]]  # the first is verified without drafts
+        expected = [3, *[ratio - 1] * (len(sizes) - 1)]
+        name = f"a target pass that takes {target / draft:g} times a draft pass"
+        yield Check(f"{name}: {ratio} drafts per round", sizes == expected, f"{sizes}")
 
 
 def _post_verify() -> Iterator[Check]:
