@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,36 @@ def test_mimo_v2(tmp_path: Path) -> None:
     stored = saved(model, tmp_path, MIMO_V2)
     assert any(name.endswith("self_attn.attention_sink_bias") for name in stored.tensors)
     check(model, stored)
+
+
+def test_mimo_v2_5(tmp_path: Path) -> None:
+    """The rows of queries, keys and values are in as many shards as full attention has key heads.
+    Wrong twin: one after the other, as in other fused matrices."""
+    family, settings = parity_module("test_parity").CASES["mimo v2"]
+    model = hf_model(family, **{**settings, "num_key_value_heads": 2})
+    config = {
+        **MIMO_V2,
+        "model_type": "mimo_v2",
+        "num_key_value_heads": 2,
+        "swa_num_key_value_heads": 4,
+        "attention_projection_layout": "fused_qkv",
+    }
+    stored = saved(model, tmp_path, config)
+    stored.config["architectures"] = ["MiMoV2ForCausalLM"]
+    tensors = dict(stored.tensors)
+    for layer in range(4):
+        name = f"model.layers.{layer}.self_attn"
+        parts = [np.split(tensors.pop(f"{name}.{part}_proj.weight"), 2) for part in "qkv"]
+        shards = [np.concatenate(shard) for shard in zip(*parts, strict=True)]
+        tensors[f"{name}.qkv_proj.weight"] = np.concatenate(shards)
+    stored.tensors = tensors
+    check(model, stored)
+    whole = replace(stored, config={**stored.config, "attention_projection_layout": "split"})
+    found = logits(built(whole), chain(PROMPT))
+    assert np.abs(found - hf_logits(model, PROMPT)).max() > 1e-2
+    unknown = {**stored.config, "attention_projection_layout": "other"}
+    with pytest.raises(CheckpointError, match="layout is 'other'; allowed is split or fused_qkv"):
+        spec_from_config(unknown)
 
 
 def test_values_of_fewer_numbers_than_keys_have_their_own_size() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,32 @@ def test_blocks_at_the_edges(dtype: Any) -> None:
     weight = fp8.read(tensors.__getitem__, tensors.__contains__, "x", SETTINGS)
     assert weight.format == "BF16"
     assert np.array_equal(dequantize(weight), unpacked(codes, scales.astype(np.float32)))
+
+
+def test_blocks_of_shards() -> None:
+    """In MiMo-V2.5 each shard of queries, keys and values has blocks of its own. Wrong twin: blocks
+    that go on from one shard to the next."""
+    matrix = np.random.default_rng(0).standard_normal((3 * 37, 70), np.float32)
+    shards = [packed(part) for part in np.split(matrix, 3)]
+    codes, scales = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+    name, settings = "x.qkv_proj", {**SETTINGS, "qkv_shards": 3}
+    tensors: dict[str, np.ndarray] = {
+        f"{name}.weight": codes,
+        f"{name}.weight_scale_inv": scales,
+        "x.o_proj.weight": codes,
+        "x.o_proj.weight_scale_inv": scales,
+    }
+    read = partial(fp8.read, tensors.__getitem__, tensors.__contains__)
+    found = dequantize(read(name, settings))
+    assert np.array_equal(found, np.concatenate([unpacked(*shard) for shard in shards]))
+    assert not np.array_equal(found, unpacked(codes, scales))
+    for module, wrong in (
+        (name, SETTINGS),
+        ("x.o_proj", settings),
+        (name, {**settings, "qkv_shards": 2}),
+    ):
+        with pytest.raises(CheckpointError, match="in blocks of"):
+            read(module, wrong)
 
 
 def test_a_folder_of_deepseek(tmp_path: Path) -> None:

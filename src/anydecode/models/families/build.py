@@ -29,7 +29,7 @@ from anydecode.models.families.values import (
 )
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
-from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS
+from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import (
     ConfidenceHead,
@@ -524,6 +524,7 @@ class _LayerReader:
                 "self_attn.q_proj": self._spec.query_order(),
                 "self_attn.k_proj": self._spec.key_order(),
             },
+            shards=int_value(self._config, "qkv_shards", 1),
         )
         output_bias = bool_value(
             self._config, "attention_out_bias", bias and self._family.output_bias
@@ -576,8 +577,10 @@ class _LayerReader:
         sizes: dict[str, int],
         bias: bool,
         orders: Mapping[str, np.ndarray | None] = MappingProxyType({}),
+        shards: int = 1,
     ) -> list[Linear]:
-        """Matrices that a checkpoint stores separately, or as rows of one fused matrix."""
+        """Matrices that a checkpoint stores separately, or as rows of one fused matrix: of one
+        after the other in each of its `shards` equal parts."""
         reader, hidden, fused = self._reader, self._hidden, self._full(fused)
         if not reader.has(f"{fused}.weight"):
             return [
@@ -586,8 +589,14 @@ class _LayerReader:
             ]
         total, start, parts = sum(sizes.values()), 0, []
         for name, size in sizes.items():
+            if size % shards:
+                raise refusal(f"the rows of {self._full(name)}", size, f"a multiple of {shards}")
             order = orders.get(name)
-            rows = slice(start, start + size) if order is None else start + order
+            rows: slice | np.ndarray = slice(start, start + size)
+            if order is not None or shards > 1:
+                first = np.arange(size // shards) + start // shards
+                found = (np.arange(shards)[:, None] * (total // shards) + first).ravel()
+                rows = found if order is None else found[order]
             alias = self._full(name)
             parts.append(reader.linear(fused, (total, hidden), bias, rows=rows, alias=alias))
             start += size

@@ -68,7 +68,8 @@ def read(
         raise CheckpointError(f"a scale of {module!r} is not finite")
     block = settings.get("weight_block_size")
     if block is not None and scales.size > 1:
-        return _in_blocks(codes, scales, tuple(block), module)
+        shards = settings.get("qkv_shards", 1) if module.endswith(".qkv_proj") else 1
+        return _in_blocks(codes, scales, tuple(block), module, shards)
     if scales.size not in (1, len(codes)):
         raise misfit(module, codes, scales)
     groups = np.zeros(codes.shape[1], np.int64)
@@ -76,17 +77,19 @@ def read(
 
 
 def _in_blocks(
-    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], module: str
+    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], module: str, shards: int
 ) -> Weight:
-    """A weight with a scale per block of outputs and inputs."""
+    """A weight with a scale per block of outputs and inputs; blocks of outputs begin anew in each
+    of its `shards` equal parts."""
     rows, columns = block
-    if scales.shape != tuple(
-        -(-size // step) for size, step in zip(codes.shape, block, strict=True)
-    ):
+    length = len(codes) // shards
+    per_shard, blocks = -(-length // rows), -(-codes.shape[1] // columns)
+    if len(codes) % shards or scales.shape != (shards * per_shard, blocks):
         raise CheckpointError(f"{misfit(module, codes, scales)}, in blocks of {rows} by {columns}")
     values = np.empty(codes.shape, DTYPES["BF16"])
     for index, row in enumerate(scales):
-        part = slice(index * rows, (index + 1) * rows)
+        start, at = index // per_shard * length, index % per_shard * rows
+        part = slice(start + at, start + min(at + rows, length))
         factors = np.repeat(row, columns)[: codes.shape[1]]
         values[part] = codes[part].astype(np.float32) * factors
     return plain_weight(values, module)

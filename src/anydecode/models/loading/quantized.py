@@ -12,6 +12,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.advice import quantization_advice
+from anydecode.models.families.values import int_value
 from anydecode.models.files import read_json
 from anydecode.models.loading import (
     awq,
@@ -73,6 +74,7 @@ _OWN_FILES = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
 def settings_of(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> Any:
     """The settings of the quantisation of the folder `path`, from its files; None: none.
 
+    Where queries, keys and values are stored in shards (MiMo-V2.5), their number is one of them.
     Some multimodal models (Kimi K2.5) have them in their `text_config`, early versions of
     compressed-tensors under another key, ModelOpt and early versions of AutoGPTQ and AutoAWQ in a
     file of their own. hqq itself writes none, and stores everything with each module.
@@ -80,6 +82,8 @@ def settings_of(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> 
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         settings = part.get("quantization_config") or part.get("compression_config")
+        if settings and part.get("attention_projection_layout") == "fused_qkv":
+            return {**settings, "qkv_shards": int_value(part, "num_key_value_heads")}
         if settings:
             return settings
     if any(name.endswith(f".{gptq.MARKER}") for name in names):

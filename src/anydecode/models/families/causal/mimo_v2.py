@@ -1,5 +1,6 @@
-"""MiMo-V2-Flash (Xiaomi, 2026, arXiv:2601.02780): layers with windows and sinks have more key heads
-than those with full attention, and values are smaller than keys."""
+"""MiMo-V2-Flash (Xiaomi, 2026, arXiv:2601.02780) and the language model of MiMo-V2.5: layers with
+windows and sinks have more key heads than those with full attention, and values are smaller than
+keys."""
 
 from __future__ import annotations
 
@@ -65,16 +66,27 @@ def _layers(config: Config) -> dict[str, Any]:
         },
         "rope_parameters": mapping_value(config, "rope_parameters") or rope,
         **_dense_layers(config),
+        "qkv_shards": _qkv_shards(config),
     }
     if config.get("sliding_window_size") is not None:  # without the row itself
         found["sliding_window"] = int_value(config, "sliding_window_size") + 1
     return found
 
 
+def _qkv_shards(config: Config) -> int:
+    """In how many equal parts the rows of a fused matrix are stored (MiMo-V2.5), each with some
+    heads' queries, keys and values: the key heads of layers with full attention."""
+    layout = config.get("attention_projection_layout")
+    if layout not in (None, "split", "fused_qkv"):
+        raise refusal("attention_projection_layout", layout, "split or fused_qkv")
+    return int_value(config, "num_key_value_heads") if layout == "fused_qkv" else 1
+
+
 FAMILIES = {
     "mimo_v2_flash": Family(
-        ("MiMoV2FlashForCausalLM",),
+        ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
         _layer_types,
+        model_types=("mimo_v2",),
         has_sinks=True,
         has_partial_rotary=True,
         output_bias=False,
