@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.config import spec_from_config
+from anydecode.models.families.nested import DEFAULTS
 from anydecode.models.loading import load_checkpoint
 from gguf_models import write_folder
 from tiny_models import BASE, LATENT_SIZES, built, chain, hf_logits, hf_model, logits
@@ -183,6 +186,27 @@ def test_a_flat_config_of_qwen2_5_vl(tmp_path: Path) -> None:
     assert np.abs(found(tmp_path) - expected).max() < 1e-4
 
 
+def test_the_classes_of_a_text_config_are_not_those_of_the_model(tmp_path: Path) -> None:
+    """As in SmolVLM: `transformers` reads the model type alone."""
+    expected = hf_logits(saved("SmolVLM", tmp_path), TOKENS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["architectures"] = ["VLlama3ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
+    with pytest.raises(CheckpointError, match="architecture VLlama3ForCausalLM of model type"):
+        spec_from_config(config["text_config"])
+
+
+def test_a_folder_whose_text_config_leaves_out_defaults(tmp_path: Path) -> None:
+    """As in LLaVA-1.5."""
+    expected = hf_logits(saved("Idefics3", tmp_path), TOKENS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"]["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_checkpoint(tmp_path).config["max_position_embeddings"] == 2048
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
+
+
 def test_kimi_k2_5_as_published(tmp_path: Path) -> None:
     """The language model is DeepSeek-V3 of the model type kimi_k2, behind a prefix."""
     model = hf_model(
@@ -241,3 +265,41 @@ def test_the_key_of_the_whole_model_unties_the_head(tmp_path: Path) -> None:
     del config["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() > 1e-1
+
+
+def plain(value: Any) -> Any:
+    """A spec as tuples, which are equal if all its numbers are."""
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, plain(getattr(value, name))) for name in names]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_a_text_config_may_leave_out_what_is_the_default_of_its_class(model_type: str) -> None:
+    """As in LLaVA-1.5 and Gemma 3 4B. With another default, one of the two would differ."""
+    transformers = pytest.importorskip("transformers")
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    whole = mapping[model_type]().to_dict()
+    outer = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    left_out = {**outer, "text_config": {"model_type": model_type}}
+    expected, found = (
+        spec_from_config(one) for one in ({**whole, "architectures": None}, left_out)
+    )
+    name = {"architecture": ""}
+    assert plain(dataclasses.replace(found, **name)) == plain(dataclasses.replace(expected, **name))
+    other = {"model_type": model_type, "num_attention_heads": 2 * whole["num_attention_heads"]}
+    wrong = spec_from_config({**outer, "text_config": other})
+    assert plain(wrong.layers) != plain(expected.layers)
+
+
+def test_numbers_of_layers_may_have_leading_zeros() -> None:
+    """As `transformers` writes them for models of ten layers and more."""
+    sizes = {**BASE, "num_hidden_layers": 12, "head_dim": 8, "global_head_dim": 16}
+    transformers = pytest.importorskip("transformers")
+    stored = transformers.Gemma4TextConfig(**sizes).to_dict()
+    assert "05" in stored["per_layer_config"]
+    found = spec_from_config(stored)
+    assert [layer.attention.head_dim for layer in found.layers] == ([8] * 5 + [16]) * 2

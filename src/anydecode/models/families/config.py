@@ -22,6 +22,7 @@ from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
 from anydecode.models.families.distance_biases import BIAS_REACH
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
+from anydecode.models.families.nested import completed
 from anydecode.models.families.patterns import (
     CHUNKED,
     FULL,
@@ -131,6 +132,8 @@ def text_config(config: Config) -> dict[str, Any]:
         check_multimodal(config)
     text = mapping_value(config, "text_config") if "text_config" in config else dict(config)
     given = text.get("model_type") or config.get("model_type")
+    if "text_config" in config:
+        text = completed(text, given)
     model_type = find_family(text, "gemma3_text" if given == "gemma3" else given)
     if model_type is None:
         name = ", ".join(class_names(config)) or "no architecture"

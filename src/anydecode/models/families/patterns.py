@@ -15,6 +15,7 @@ from anydecode.models.families.values import (
     Config,
     bool_value,
     int_value,
+    layer_overrides,
     list_value,
     mapping_value,
     num_layers,
@@ -229,7 +230,7 @@ def gemma4_layers(config: Config) -> dict[str, Any]:
     """Gemma 4: the types of its layers, the sizes in which layers differ, and its experts."""
     types = list_value(config, "layer_types", str) or full_every_nth(config)
     types = [*types[: num_layers(config) - 1], FULL]
-    overrides = mapping_value(config, "per_layer_config")
+    overrides = layer_overrides(config)
     if not overrides:
         sizes = {"head_dim": int_value(config, "global_head_dim", 512)}
         kv_heads = config.get("num_global_key_value_heads")

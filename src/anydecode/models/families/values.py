@@ -71,8 +71,14 @@ def list_value(config: Config, key: str, kind: type) -> list[Any] | None:
 
 def layer_config(config: Config, layer: int) -> Config:
     """The config of one layer: `per_layer_config` has the keys that differ, by layer."""
-    overrides = mapping_value(config, "per_layer_config")
+    overrides = layer_overrides(config)
     return {**config, **mapping_value(overrides, str(layer))} if overrides else config
+
+
+def layer_overrides(config: Config) -> dict[str, Any]:
+    """`per_layer_config`, whose numbers of layers `transformers` writes with leading zeros."""
+    overrides = mapping_value(config, "per_layer_config")
+    return {str(int(key)) if key.isdecimal() else key: own for key, own in overrides.items()}
 
 
 def num_layers(config: Config) -> int:

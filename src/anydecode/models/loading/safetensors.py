@@ -16,6 +16,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
+from anydecode.models.families.nested import completed
 from anydecode.models.files import read_json
 from anydecode.models.loading import bd3lm, dit, encoder, gpt, llada, sdar
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -203,6 +204,7 @@ def _language_model(
     ):
         if key in config:
             text.setdefault(key, config[key])
+    text = completed(text, text.get("model_type"))
     # The whole model's key counts; its text_config may have a default.
     if config.get("tie_word_embeddings") is False and any("lm_head." in name for name in readers):
         text["tie_word_embeddings"] = False

@@ -1,0 +1,96 @@
+"""What the `text_config` of a multimodal config leaves out.
+
+`transformers` writes into it only what differs from the defaults of its class (LLaVA-1.5 and
+Gemma 3 4B have no numbers of heads), unlike into the config of a language model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anydecode.models.families.values import Config
+
+_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+
+
+def _sizes(*sizes: int, **others: Any) -> dict[str, Any]:
+    """The defaults of `_KEYS`, and of others."""
+    return {**dict(zip(_KEYS, sizes, strict=True)), **others}
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_QWEN2_VL = _sizes(152064, 8192, 29568, 80, 64, 8, 32768, rms_norm_eps=1e-5, rope_theta=1e6)
+#: The defaults of the classes, by model type.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, 8, 131072),
+    "ministral3": _sizes(131072, 4096, 14336, 34, 32, 8, 262144, rope_parameters=_YARN),
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen3_vl_text": _sizes(151936, 4096, 22016, 32, 32, 32, 128000, rope_theta=5e5),
+    "qwen3_vl_moe_text": _sizes(
+        *(151936, 2048, 5632, 24, 16, 16, 128000),
+        rope_theta=5e5,
+        tie_word_embeddings=True,
+        moe_intermediate_size=1408,
+        num_experts_per_tok=4,
+        n_routed_experts=60,
+    ),
+    "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16, 4, 32768),
+    "qwen3_5_moe_text": _sizes(
+        *(248320, 2048, 512, 40, 16, 2, 32768),
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts_per_tok=8,
+        n_routed_experts=256,
+    ),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
+    "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8, 2, 32768),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072, vocab_size_per_layer_input=262144),
+    "gemma4_unified_text": _sizes(262144, 2304, 9216, 30, 8, 4, 262144),
+    "llama4_text": _sizes(202048, 5120, 8192, 48, 40, 8, 131072, intermediate_size_mlp=16384),
+    "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 2, 32768, rms_norm_eps=1e-5),
+    "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
+    "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048, sliding_window=4096),
+    "lfm2": _sizes(65536, 2560, 12288, 32, 32, 8, 128000),
+    "lfm3": _sizes(128000, 2048, 7680, 24, 16, 4, 128000),
+    "minimax_m3_vl_text": _sizes(
+        *(200064, 6144, 3072, 60, 64, 4, 524288),
+        rotary_dim=64,
+        dense_intermediate_size=12288,
+        shared_intermediate_size=3072,
+        num_experts_per_tok=4,
+        n_routed_experts=128,
+    ),
+}
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+
+def completed(text: Config, model_type: Any) -> dict[str, Any]:
+    """A `text_config` with what it leaves out. The number of experts has several keys, of which
+    that of the defaults counts last; a rotary embedding is that of the defaults as a whole.
+
+    The names of its classes are left out: they may be those of the model it was made of (SmolVLM).
+    """
+    if not isinstance(model_type, str) or model_type not in DEFAULTS:
+        return dict(text)
+    found = {**DEFAULTS[model_type], **text}
+    if any(key in text for key in _ROPE_KEYS) and "rope_parameters" not in text:
+        found.pop("rope_parameters", None)
+    found.pop("architectures", None)
+    return found
