@@ -278,7 +278,8 @@ class Network:
         **shape: Any,
     ) -> None:
         latent = shape.get("latent_dim")
-        kv, head_dim, heads = 1 if latent else shape.pop("kv", 2), shape.pop("head_dim", 16), 4
+        kv, head_dim = 1 if latent else shape.pop("kv", 2), shape.pop("head_dim", 16)
+        heads = shape.pop("heads", 4)
         self.shape = Attention(heads, kv, head_dim, head_dim**-0.5, **shape)
         self.width, self.inner, self.vocab = 64, 96, vocab
         self.use_experts = experts or routing is not None
@@ -335,7 +336,8 @@ class Network:
             k, rotary = b.split(k, shape.latent_dim)
             k, v = b.join(b.rms_norm(k, None, 1e-6), b.rope(rotary, 1, self.rope)), None
         else:
-            q = b.rope(b.rms_norm(q, self.head_norm, 1e-6, 4), 4, self.rope)
+            q = b.rms_norm(q, self.head_norm, 1e-6, shape.num_heads)
+            q = b.rope(q, shape.num_heads, self.rope)
             k = b.rope(b.rms_norm(k, None, 1e-6, shape.num_kv_heads), shape.num_kv_heads, self.rope)
         z = b.attention(q, k, v, index, shape, self.sinks)
         z = b.grouped_linear(z, self.heads[1]) if shape.latent_dim else z
@@ -502,8 +504,9 @@ def test_results_do_not_depend_on_slots_tails_threads_or_other_rows(
 ) -> None:
     window = 40 if seed % 3 else None
     latent = {"latent_dim": 32, "head_dim": 40 if seed % 4 else 64} if seed % 5 > 2 else {}
+    heads = {} if latent or seed % 2 else {"heads": 20, "kv": 1}
     network = Network(
-        seed, "Q8_0" if seed % 2 else "BF16", window=window, sinks=seed % 4 < 2, **latent
+        seed, "Q8_0" if seed % 2 else "BF16", window=window, sinks=seed % 4 < 2, **latent, **heads
     )
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 50, prefix + n)
@@ -611,18 +614,28 @@ def test_every_variant_attends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("format", ["float16", "bfloat16", "int8"])
-def test_rows_together_read_keys_and_values_as_one_row_does(library: Library, format: str) -> None:
-    """One row converts them as they are loaded; many rows read those that were converted before."""
-    network = Network(7, head_dim=64)
+@pytest.mark.parametrize(
+    "shape",
+    [{}, {"heads": 3, "kv": 1}, {"heads": 24, "kv": 1, "window": 40}, {"heads": 12, "softcap": 2.0},
+     {"heads": 10, "slopes": tuple(np.linspace(-1, 1, 10))}],
+)  # fmt: skip
+def test_rows_together_attend_as_one_row_does(
+    library: Library, shape: dict[str, Any], format: str
+) -> None:
+    """One row converts keys and values as they are loaded; many rows read those that were converted
+    before, and with many heads the lanes of a vector are heads."""
+    network = Network(7, **{"head_dim": 64, **shape})
     cache, executor = network.cache(128, format), network.executor()
     tokens, slots = np.random.default_rng(7).integers(0, 50, 77), ints(np.arange(77))
-    executor.run(sequence_rows(tokens[:60], slots), cache, OutputSpec(ints([])))
-    rows = sequence_rows(tokens[60:], slots, 60)
-    together = executor.run(rows, cache, all_logits(rows)).logits.copy()
-    for i in range(17):
-        one = sequence_rows(tokens[60 + i : 61 + i], slots, 60 + i)
-        alone = executor.run(one, cache, all_logits(one)).logits[0]
-        assert np.array_equal(alone, together[i])
+    executor.run(sequence_rows(tokens, slots), cache, OutputSpec(ints([])))
+    alone = []
+    for i in range(60, 77):
+        one = sequence_rows(tokens[i : i + 1], slots, i)
+        alone.append(executor.run(one, cache, all_logits(one)).logits[0].copy())
+    for first in (60, 61, 68, 72, 74, 75):
+        rows = sequence_rows(tokens[first:], slots, first)
+        together = executor.run(rows, cache, all_logits(rows)).logits
+        assert np.array_equal(together, alone[first - 60 :])
 
 
 def test_an_extra_visible_position_is_detected(library: Library) -> None:

@@ -31,6 +31,8 @@ typedef struct {
   float *keys, *values;   /* [32, padded]: vectors that were converted beforehand */
   const float *zeros;     /* [padded], zero in every format: for positions without a slot */
   float *q;             /* [rows, group, padded] */
+  float *panels;        /* the same as panels [padded, 16 heads], the last one maybe [padded, 8] */
+  int panel_heads;      /* the heads in them; 0: there are none */
   float *scores;        /* [rows, group, 32] */
   float *block_max;     /* [rows, group]: maximum scores of a block */
   float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
@@ -69,6 +71,8 @@ static Scratch make_scratch(float *base, int padded, int group) {
   float *states = scratch.row_positions + heads;
   scratch.segment = make_state(states, padded, heads);
   scratch.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
+  float *end = states + 2 * attention_state_floats(padded, heads);
+  scratch.panels = (float *)(((uintptr_t)end + 63) / 64 * 64);
   return scratch;
 }
 
@@ -102,6 +106,7 @@ INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t 
 enum { TILE = 2 };
 #ifdef HAS_WIDE_PAIRS
 enum { MAX_HEADS = 12 };
+enum { MIN_PANEL_HEADS = 16 }; /* above max_loads(Q8_0): see fold_panels */
 INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : INT32_MAX; }
 #define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
 
@@ -293,6 +298,21 @@ INLINE f8 add_biases(const Op *op, const Scratch *scratch, int at, int j, int pa
   return f8_fma(f8_set(scratch->slopes[at]), distances, scores);
 }
 
+/* Store the scaled products of head `at` with eight keys as scores, -inf where not visible: bit k of
+ * `eight`. Returns the scores. */
+INLINE f8 finish_eight(const Op *op, const Scratch *scratch, int at, int j, int padded,
+                       uint32_t eight, f8 s, float *to) {
+  if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
+  if (op->slopes) s = add_biases(op, scratch, at, j, padded, s);
+  f8_store(to, s);
+  if (eight != 255) {
+    for (int k = 0; k < 8; k++)
+      if (!((eight >> k) & 1)) to[k] = -INFINITY;
+    s = f8_load(to);
+  }
+  return s;
+}
+
 /* Scaled scores of the block for the heads [at, at + heads), -inf where not visible, and each head's
  * maximum. */
 INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scratch, int at,
@@ -313,14 +333,7 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
         continue;
       }
       f8 s = f8_mul(f8_join(low[i], high[i]), f8_set(op->x));
-      if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
-      if (op->slopes) s = add_biases(op, scratch, at + i, j, padded, s);
-      f8_store(to, s);
-      if (eight != 255) {
-        for (int k = 0; k < 8; k++)
-          if (!((eight >> k) & 1)) to[k] = -INFINITY;
-        s = f8_load(to);
-      }
+      s = finish_eight(op, scratch, at + i, j, padded, eight, s, to);
       max[i] = f8_max(s, max[i]);
     }
   }
@@ -328,11 +341,10 @@ INLINE void block_scores(int format, int heads, const Op *op, const Scratch *scr
   for (int i = 0; i < heads; i++) block_max[i] = f8_reduce_max(max[i]);
 }
 
-/* Turn scores into weights relative to the new maximum, and compute the factor for earlier sums. */
-INLINE void block_weights(const State *state, int at, float block_max, float *scores,
+/* Turn scores into weights relative to the new maximum; `factor`: for the earlier sums. */
+INLINE void block_weights(const State *state, int at, float max, f8 factor, float *scores,
                           float *rescale) {
-  float max = block_max > state->max[at] ? block_max : state->max[at];
-  f8 factor = f8_exp(f8_set(state->max[at] - max)), sum = f8_set(0.0f);
+  f8 sum = f8_set(0.0f);
   for (int i = 0; i < KEY_BLOCK; i += 16) {
     f8x2 weights = f8x2_exp(f8x2_sub(f8x2_load(scores + i), f8x2_set(max)));
     f8x2_store(scores + i, weights);
@@ -399,14 +411,142 @@ INLINE void fold_values(int format, int heads, const Heads *h, const Scratch *sc
 /* Fold one block into the heads [first, last), which attend to the same positions. */
 INLINE void fold_heads(int format, const Heads *h, const Scratch *scratch, int first, int last,
                        uint32_t mask) {
+  const State *state = &scratch->segment;
   int at = first;
   FOR_EACH_TILE(FOLD_SCORES)
-  for (at = first; at < last; at++)
-    block_weights(&scratch->segment, at, scratch->block_max[at], scratch->scores + at * KEY_BLOCK,
+  for (at = first; at < last; at++) {
+    float old = state->max[at], max = scratch->block_max[at] > old ? scratch->block_max[at] : old;
+    block_weights(state, at, max, f8_exp(f8_set(old - max)), scratch->scores + at * KEY_BLOCK,
                   scratch->rescale + at * 8);
+  }
   at = first;
   FOR_EACH_TILE(FOLD_VALUES)
 }
+
+#ifdef HAS_WIDE_PAIRS
+/* With many heads a lane is a head, not a number of a key, so that products need no sums across
+ * lanes. What is added is added in the same order. V: f8 or f8x2, of a panel's heads. */
+#define DEFINE_PANEL_SCORES(V)                                                                \
+  /* Scaled products of four keys with the queries of a panel, summed as in f8_fours. */      \
+  INLINE void V##_four_scores(const float *queries, int padded, const float *const *key,      \
+                              float scale, V *out) {                                          \
+    int lanes = (int)(sizeof(V) / 4);                                                         \
+    for (int half = 0; half < 2; half++) {                                                    \
+      V sum[4][4];                                                                            \
+      _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)                                     \
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[k][i] = V##_set(0.0f);        \
+      for (int d = 4 * half; d < padded; d += 8)                                              \
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) {                                 \
+          V part = V##_load(queries + (d + i) * lanes);                                       \
+          _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++)                                 \
+            sum[k][i] = V##_fma(part, V##_set(key[k][d + i]), sum[k][i]);                     \
+        }                                                                                     \
+      _Pragma("GCC unroll 4") for (int k = 0; k < 4; k++) {                                   \
+        V four = V##_add(V##_add(sum[k][0], sum[k][1]), V##_add(sum[k][2], sum[k][3]));       \
+        out[k] = half ? V##_mul(V##_add(out[k], four), V##_set(scale)) : four;                \
+      }                                                                                       \
+    }                                                                                         \
+  }                                                                                           \
+  /* Scores of the positions [j, j + 8) of the block, and the maxima if all are visible. */   \
+  INLINE void V##_panel_scores(const Scratch *scratch, float scale, int at, int j, int padded, \
+                               const float *const *key) {                                     \
+    const float *queries = scratch->panels + (int64_t)at * padded;                            \
+    float *max = scratch->block_max + at;                                                     \
+    V eight[8], largest = j ? V##_load(max) : V##_set(-INFINITY);                             \
+    V##_four_scores(queries, padded, key, scale, eight);                                      \
+    V##_four_scores(queries, padded, key + 4, scale, eight + 4);                              \
+    _Pragma("GCC unroll 8") for (int k = 0; k < 8; k++) largest = V##_max(eight[k], largest); \
+    V##_store(max, largest);                                                                  \
+    V##_store_eights(scratch->scores + at * KEY_BLOCK + j, KEY_BLOCK, eight);                 \
+  }
+DEFINE_PANEL_SCORES(f8)
+DEFINE_PANEL_SCORES(f8x2)
+
+/* Arrange the queries of `heads` heads in panels. Lanes without a head are zero. */
+static void make_panels(Scratch *scratch, int padded, int heads) {
+  scratch->panel_heads = heads;
+  for (int at = 0; at < heads; at += 8) {
+    int lanes = at / 16 * 16 + 8 < heads ? 16 : 8;
+    float *panel = scratch->panels + (int64_t)(at / 16 * 16) * padded + at % 16;
+    for (int d = 0; d < padded; d += 8) {
+      f8 eight[8];
+      for (int i = 0; i < 8; i++)
+        eight[i] = at + i < heads ? f8_load(scratch->q + (int64_t)(at + i) * padded + d)
+                                  : f8_set(0.0f);
+      f8_store_eights(panel + d * lanes, lanes, eight);
+    }
+  }
+}
+
+/* Eight keys of a block in float32; other formats are converted into the scratch memory. */
+INLINE void eight_keys(int format, const Scratch *scratch, int j, int padded, const float **key) {
+  for (int k = 0; k < 8; k++) {
+    const char *from = scratch->key[j + k];
+    float *to = scratch->keys + k * padded;
+    key[k] = format == F32 ? (const float *)from : to;
+    for (int d = 0; d < padded && format != F32; d += 8) f8_store(to + d, load_as(format, from, d));
+  }
+}
+
+/* Fold one block into all rows of a tile, each of which attends to some position of it. For so many
+ * heads the vectors of packed formats were converted beforehand. */
+INLINE void fold_panels(int format, const Heads *h, const Scratch *scratch, int rows,
+                        const uint32_t *masks) {
+  const State *state = &scratch->segment;
+  int padded = h->padded, heads = rows * h->group;
+  uint32_t any = 0, all = 0xffffffffu;
+  for (int row = 0; row < rows; row++) {
+    any |= masks[row];
+    all &= masks[row];
+  }
+  for (int j = 0; j < KEY_BLOCK; j += 8) {
+    const float *key[8];
+    if (!((any >> j) & 255)) continue;
+    eight_keys(format, scratch, j, padded, key);
+    for (int at = 0; at < heads; at += 16)
+      if (at + 8 < heads) f8x2_panel_scores(scratch, h->op->x, at, j, padded, key);
+      else f8_panel_scores(scratch, h->op->x, at, j, padded, key);
+  }
+  int is_done = all == 0xffffffffu && !(h->op->y > 0) && !h->op->slopes;
+  for (int at = 0; at < heads && !is_done; at++) {
+    f8 max = f8_set(-INFINITY);
+    for (int j = 0; j < KEY_BLOCK; j += 8) {
+      uint32_t eight = (masks[at / h->group] >> j) & 255;
+      float *to = scratch->scores + at * KEY_BLOCK + j;
+      f8 s = f8_set(-INFINITY);
+      if (eight) s = finish_eight(h->op, scratch, at, j, padded, eight, f8_load(to), to);
+      else f8_store(to, s);
+      max = f8_max(s, max);
+    }
+    scratch->block_max[at] = f8_reduce_max(max);
+  }
+  for (int at = 0; at < heads; at += 8) {
+    float new_max[8], factor[8];
+    f8 old = f8_load(state->max + at), max = f8_max(f8_load(scratch->block_max + at), old);
+    f8_store(new_max, max);
+    f8_store(factor, f8_exp(f8_sub(old, max)));
+    for (int i = at; i < heads && i < at + 8; i++)
+      block_weights(state, i, new_max[i - at], f8_set(factor[i - at]),
+                    scratch->scores + i * KEY_BLOCK, scratch->rescale + i * 8);
+  }
+  for (int row = 0, next; row < rows; row = next) {
+    for (next = row + 1; next < rows && masks[next] == masks[row]; next++) {}
+    int at = row * h->group, last = next * h->group;
+    uint32_t mask = masks[row];
+    FOR_EACH_TILE(FOLD_VALUES)
+  }
+}
+
+/* Functions of their own, so that the code for few heads is the same with and without them. */
+#define PANELS(format)                                                                   \
+  static __attribute__((noinline)) void fold_panels_##format(                            \
+      const Heads *h, const Scratch *scratch, int rows, const uint32_t *masks) {         \
+    fold_panels(format, h, scratch, rows, masks);                                        \
+  }
+PANELS(F32)
+PANELS(F16)
+PANELS(BF16)
+#endif
 
 /* Consecutive rows that attend to the same positions are processed together. */
 INLINE void fold_as(int format, const Heads *h, const Scratch *scratch, int first, int last,
@@ -423,6 +563,17 @@ INLINE void fold_as(int format, const Heads *h, const Scratch *scratch, int firs
  * products. */
 static void fold_block(const Heads *h, const Scratch *scratch, int first, int last,
                        const uint32_t *masks) {
+#ifdef HAS_WIDE_PAIRS
+  int has_panels = scratch->panel_heads && (last - first) * h->group == scratch->panel_heads;
+  for (int row = first; row < last; row++) has_panels &= masks[row] != 0;
+  if (has_panels) {
+    switch (scratch->format) {
+      case F16: fold_panels_F16(h, scratch, last, masks); return;
+      case BF16: fold_panels_BF16(h, scratch, last, masks); return;
+      default: fold_panels_F32(h, scratch, last, masks); return;
+    }
+  }
+#endif
   switch (scratch->format) {
     case F16: fold_as(F16, h, scratch, first, last, masks); return;
     case BF16: fold_as(BF16, h, scratch, first, last, masks); return;
@@ -510,6 +661,9 @@ static void load_queries(const Pass *pass, const Heads *h, int row, int rows, co
     scratch->slopes[i] = h->op->reach ? (float)head : h->op->slopes[head];
     scratch->row_positions[i] = (float)pass->positions[row + i / h->group];
   }
+#ifdef HAS_WIDE_PAIRS
+  if (rows * h->group >= MIN_PANEL_HEADS) make_panels(scratch, h->padded, rows * h->group);
+#endif
 }
 
 /* Compute the state of one segment in the scratch memory. */

@@ -7,7 +7,7 @@
 
 /* Attention sums each segment of this many positions separately and adds the segments in order. */
 enum { SEGMENT = 128 };
-enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 8 };
+enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 16 };
 
 /* Inlining makes formats and tile sizes compile-time constants; plain C does not need that. */
 #ifdef ANYDECODE_SCALAR
@@ -414,7 +414,7 @@ INLINE int64_t recurrence_floats(int head_dim, int state_size) {
 
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {
   int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return (2 * KEY_BLOCK + 1) * padded + heads * (padded + KEY_BLOCK + 8 + 3) + 16 +
+  return (2 * KEY_BLOCK + 1) * padded + heads * (2 * padded + KEY_BLOCK + 8 + 3) + 32 +
          2 * attention_state_floats((int)padded, (int)heads);
 }
 

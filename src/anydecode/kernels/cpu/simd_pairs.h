@@ -49,6 +49,46 @@ INLINE f8x2 f8x2_load_twice(const float *p) {
   return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
 }
 INLINE void f8x2_store(float *p, f8x2 x) { _mm512_storeu_ps(p, x); }
+/* out[i * stride + j] = lane i of x[j], for eight vectors */
+INLINE void f8x2_store_eights(float *out, int stride, const f8x2 *x) {
+#pragma GCC unroll 2
+  for (int j = 0; j < 8; j += 4) {
+    __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[j], x[j + 1]));
+    __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(x[j + 2], x[j + 3]));
+    __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(x[j], x[j + 1]));
+    __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(x[j + 2], x[j + 3]));
+    __m512d four[4] = {_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b),
+                       _mm512_unpacklo_pd(c, d), _mm512_unpackhi_pd(c, d)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      float *to = out + i * stride + j;
+      f8x2 one = _mm512_castpd_ps(four[i]);
+      _mm_storeu_ps(to, _mm512_castps512_ps128(one));
+      _mm_storeu_ps(to + 4 * stride, _mm512_extractf32x4_ps(one, 1));
+      _mm_storeu_ps(to + 8 * stride, _mm512_extractf32x4_ps(one, 2));
+      _mm_storeu_ps(to + 12 * stride, _mm512_extractf32x4_ps(one, 3));
+    }
+  }
+}
+/* The same of eight lanes */
+INLINE void f8_store_eights(float *out, int stride, const f8 *x) {
+#pragma GCC unroll 2
+  for (int j = 0; j < 8; j += 4) {
+    __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(x[j], x[j + 1]));
+    __m256d b = _mm256_castps_pd(_mm256_unpacklo_ps(x[j + 2], x[j + 3]));
+    __m256d c = _mm256_castps_pd(_mm256_unpackhi_ps(x[j], x[j + 1]));
+    __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(x[j + 2], x[j + 3]));
+    __m256d four[4] = {_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b),
+                       _mm256_unpacklo_pd(c, d), _mm256_unpackhi_pd(c, d)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      float *to = out + i * stride + j;
+      f8 one = _mm256_castpd_ps(four[i]);
+      _mm_storeu_ps(to, _mm256_castps256_ps128(one));
+      _mm_storeu_ps(to + 4 * stride, _mm256_extractf128_ps(one, 1));
+    }
+  }
+}
 INLINE f8x2 f8x2_set(float x) { return _mm512_set1_ps(x); }
 INLINE f8x2 f8x2_mul(f8x2 x, f8x2 y) { return _mm512_mul_ps(x, y); }
 INLINE f8x2 f8x2_add(f8x2 x, f8x2 y) { return _mm512_add_ps(x, y); }
