@@ -13,6 +13,18 @@ typedef struct {
   uint8_t q[QUANT_BLOCK];
 } Block;
 
+/* Add `count` bits from bit `at` on of each of 32 bytes to the codes, from their bit `to` on. */
+INLINE void add_bits(const uint8_t *bytes, int at, int count, int to, uint8_t *codes) {
+  uint64_t mask = 0x0101010101010101u * ((1u << count) - 1);
+  for (int k = 0; k < QUANT_BLOCK; k += 8) {
+    uint64_t from, sum;
+    memcpy(&from, bytes + k, 8);
+    memcpy(&sum, codes + k, 8);
+    sum |= (from >> at & mask) << to;
+    memcpy(codes + k, &sum, 8);
+  }
+}
+
 INLINE void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) {
   if (j < 4) {
     *scale = packed[j] & 63;
@@ -23,22 +35,9 @@ INLINE void k_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *min) 
   }
 }
 
-INLINE void read_k4(int format, const uint8_t *p, int j, Block *out) {
-  memcpy(&out->d, p, 2);
-  memcpy(&out->m, p + 2, 2);
-  k_scale(p + 4, j, &out->first, &out->second);
-  const uint8_t *high = p + 16, *q = p + (format == Q5_K ? 48 : 16) + 32 * (j / 2);
-  int shift = j % 2 * 4;
-  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = (q[k] >> shift) & 15;
-  if (format == Q5_K)
-    for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((high[k] >> j) & 1) << 4);
-}
-
 INLINE void read_k6(const uint8_t *p, int j, Block *out) {
-  const uint8_t *low = p + 64 * (j / 4) + 32 * (j % 2), *high = p + 128 + 32 * (j / 4);
-  int shift = j % 4 / 2 * 4, up = j % 4 * 2;
-  for (int k = 0; k < QUANT_BLOCK; k++)
-    out->q[k] = (uint8_t)(((low[k] >> shift) & 15) | ((high[k] >> up) & 3) << 4);
+  add_bits(p + 64 * (j / 4) + 32 * (j % 2), j % 4 / 2 * 4, 4, 0, out->q);
+  add_bits(p + 128 + 32 * (j / 4), j % 4 * 2, 2, 4, out->q);
   out->first = p[192 + 2 * j];
   out->second = p[193 + 2 * j];
   memcpy(&out->d, p + 208, 2);
@@ -46,9 +45,7 @@ INLINE void read_k6(const uint8_t *p, int j, Block *out) {
 
 /* Scales and minima, or biased scales, of a block's halves, and codes of two or three bits. */
 INLINE void read_k23(int format, const uint8_t *p, int j, Block *out) {
-  const uint8_t *q = p + (format == Q2_K ? 16 : 32) + 32 * (j / 4);
-  int shift = j % 4 * 2;
-  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] = (q[k] >> shift) & 3;
+  add_bits(p + (format == Q2_K ? 16 : 32) + 32 * (j / 4), j % 4 * 2, 2, 0, out->q);
   if (format == Q2_K) {
     out->first = p[2 * j];
     out->second = p[2 * j + 1];
@@ -56,7 +53,7 @@ INLINE void read_k23(int format, const uint8_t *p, int j, Block *out) {
     memcpy(&out->m, p + 82, 2);
     return;
   }
-  for (int k = 0; k < QUANT_BLOCK; k++) out->q[k] |= (uint8_t)(((p[k] >> j) & 1) << 2);
+  add_bits(p, j, 1, 2, out->q);
   uint8_t scale[2];
   for (int half = 0; half < 2; half++) {
     int i = 2 * j + half;
@@ -78,11 +75,11 @@ INLINE void iq4_xs_scale(const uint8_t *p, int j, Block *out) {
 INLINE void read_ternary(int format, const uint8_t *p, int j, Block *out) {
   static const uint8_t powers[5] = {1, 3, 9, 27, 81};
   memcpy(&out->d, p + (format == TQ2_0 ? 64 : 52), 2);
+  if (format == TQ2_0) {
+    add_bits(p + 32 * (j / 4), j % 4 * 2, 2, 0, out->q);
+    return;
+  }
   for (int k = 0; k < QUANT_BLOCK; k++) {
-    if (format == TQ2_0) {
-      out->q[k] = p[32 * (j / 4) + k] >> (j % 4 * 2) & 3;
-      continue;
-    }
     /* Values 0 to 159 are in bytes 0 to 31, the next 80 in bytes 32 to 47, 16 in bytes 48 to 51. */
     int i = 32 * j + k, digit = i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4;
     int at = i < 160 ? i % 32 : i < 240 ? 32 + i % 16 : 48 + i % 4;
@@ -167,9 +164,7 @@ INLINE void read_block(int format, const uint8_t *row, const uint8_t *grid, int 
     case Q3_K: read_k23(format, p, b % 8, out); break;
     case Q6_K: read_k6(p, b % 8, out); break;
     case IQ3_S: read_iq3_s(p, grid, b % 8, out); break;
-    case TQ1_0:
-    case TQ2_0: read_ternary(format, p, b % 8, out); break;
-    default: read_k4(format, p, b % 8, out);
+    default: read_ternary(format, p, b % 8, out);
   }
 }
 
@@ -202,10 +197,6 @@ INLINE void write_column(int format, const Block *from, int c, uint8_t *q) {
     word = (step[i] & 0x0f0f0f0f) | (step[i + 4] & 0x0f0f0f0f) << 4;
     memcpy(q + 32 * i, &word, 4);
   }
-  if (is_five_bit(format)) {
-    word = join_bits(step, 8, 4, 0x01010101, 1);
-    memcpy(q + 128, &word, 4);
-  }
   for (int i = 0; i < 2 && format == Q6_K; i++) {
     word = join_bits(step + 4 * i, 4, 4, 0x03030303, 2);
     memcpy(q + 128 + 32 * i, &word, 4);
@@ -230,6 +221,32 @@ INLINE void write_block(int format, const Block *from, int c, uint8_t *header, u
 INLINE int has_words(int format) {
   return format == Q4_0 || format == Q4_1 || format == Q5_0 || format == Q5_1 ||
          format == IQ4_NL || format == IQ4_XS || format == MXFP4;
+}
+
+/* Pack block b of one column in Q4_K or Q5_K, whose codes are nibbles of 32 consecutive bytes. */
+INLINE void write_k4(int format, const uint8_t *row, int b, int c, uint8_t *header,
+                     uint8_t *block) {
+  const uint8_t *p = row + (int64_t)(b / 8) * stored_bytes(format);
+  const uint8_t *q = p + (format == Q5_K ? 48 : 16) + 32 * (b % 8 / 2);
+  uint8_t *to = block + scales_bytes(format) + 4 * c;
+  int shift = b % 2 * 4;
+  Block scales;
+  memcpy(&scales.d, p, 2);
+  memcpy(&scales.m, p + 2, 2);
+  k_scale(p + 4, b % 8, &scales.first, &scales.second);
+  write_scales(format, &scales, c, header, block);
+  for (int i = 0; i < 4; i++) {
+    uint32_t low, high;
+    memcpy(&low, q + 4 * i, 4);
+    memcpy(&high, q + 16 + 4 * i, 4);
+    low = (low >> shift & 0x0f0f0f0f) | (high >> shift & 0x0f0f0f0f) << 4;
+    memcpy(to + 32 * i, &low, 4);
+  }
+  if (format != Q5_K) return;
+  uint32_t step[8];
+  memcpy(step, p + 16, QUANT_BLOCK);
+  step[0] = join_bits(step, 8, b % 8, 0x01010101, 1);
+  memcpy(to + 128, step, 4);
 }
 
 /* Pack block b of one column, of a format with `has_words`. */
@@ -278,11 +295,13 @@ INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int
       const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
       if (has_words(format)) {
         write_words(format, row, b, c, header, p);
+      } else if (format == Q4_K || format == Q5_K) {
+        write_k4(format, row, b, c, header, p);
       } else if (has_grid(format)) {
         const uint8_t *stored = row + (int64_t)(b / 8) * stored_bytes(format);
         write_grid_block(format, stored, b % 8, c, header, p);
       } else {
-        Block block;
+        Block block = {0};
         read_block(format, row, to->grid, b, &block);
         write_block(format, &block, c, header, p);
       }
