@@ -56,6 +56,31 @@ def test_logits_far_beyond_the_selection(case: str, backend: str) -> None:
     assert np.abs(other[16:] - found[16:]).max() > 1e-2
 
 
+def test_scores_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of one row are divided among threads by positions; those of many rows by row.
+
+    Scores may be 0 at several positions, of which `transformers` selects any: here the lowest. The
+    inputs of a second layer would differ by rounding errors, and with them the order of scores.
+    """
+    import torch
+
+    def stable(self: Any, count: int, dim: int) -> Any:
+        values, indices = self.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values[..., :count], indices[..., :count]))
+
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 2048}
+    model = theirs("deepseek v3.2", index_topk=200, **sizes)
+    tokens = np.random.default_rng(0).integers(3, 130, 1300).tolist()
+    stored = checkpoint_of(model)
+    one, two = (built(stored, executor=executor("native", threads)) for threads in (1, 2))
+    found = logits(one, chain(tokens), one.new_cache(1300))
+    monkeypatch.setattr(torch.Tensor, "topk", stable)
+    assert np.abs(found - hf_logits(model, tokens)).max() < 1e-4
+    cache = two.new_cache(1300)
+    assert np.array_equal(logits(two, chain(tokens[:1298]), cache), found[:1298])
+    assert np.array_equal(logits(two, chain(tokens[1298:], 1298), cache), found[1298:])
+
+
 def _without_mask(module: Any, args: Any, kwargs: Any) -> Any:
     """The arguments of an indexer with a mask that hides nothing."""
     hidden, queries, positions, mask, *rest = args
