@@ -4,8 +4,9 @@ A grammar in Lark's notation is read in two stages: a lexer divides the text int
 rules allow sequences of them. The lexer takes the longest match: a terminal ends before a byte only
 if no terminal that is allowed there, ignored text included, can go on with that byte. With
 `NAME: /[a-z]+/`, "ifx" is one NAME where both NAME and "if" are allowed, and "if" before a space
-may be either. This is the lexer of llguidance, which computes the masks of autoregressive decoders.
-Like it, this one does not go back to a shorter match where a longer one fails.
+may be either. What ignored text matches as well is ignored. This is the lexer of llguidance, which
+computes the masks of autoregressive decoders. Like it, this one does not go back to a shorter match
+where a longer one fails.
 
 What is allowed depends on the text so far, by a stack of unbounded height. Here, as in the
 contextual lexer of an LALR parser, it depends on the place in the rules: the end of a recursive
@@ -19,7 +20,7 @@ after them. The result is an ordinary grammar over bytes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
@@ -48,7 +49,8 @@ _Key = tuple[int, int]
 
 
 class _Lexer:
-    """The automaton of a terminal and of others that may be longer.
+    """The automaton of a terminal and of others that may be longer. What `ignored` matches too is
+    no match of the terminal.
 
     Attributes:
         steps: `steps[state]` maps classes of bytes to states that lead to a match of the terminal;
@@ -61,20 +63,24 @@ class _Lexer:
         self,
         terminal: Expression,
         others: Iterable[Expression],
+        ignored: Expression | None,
         members: dict[int, list[int]],
         masks: list[int],
     ) -> None:
-        marked = sequence([terminal, ("ref", "")])
+        marked = [sequence([terminal, ("ref", -1)])]
+        if ignored is not None:
+            marked.append(sequence([ignored, ("ref", -2)]))
         found, _ = determinize(
-            choice([marked, *others]),
-            lambda leaf: [-1] if leaf[0] == "ref" else members[leaf[1]],
+            choice([*marked, *others]),
+            lambda leaf: [leaf[1]] if leaf[0] == "ref" else members[leaf[1]],
         )
+        matches = [state for state, targets in enumerate(found) if {-1, -2} & {*targets} == {-1}]
         sources: list[list[int]] = [[] for _ in found]
         for state, targets in enumerate(found):
             for target in targets.values():
                 sources[target].append(state)
-        useful = {state for state, targets in enumerate(found) if -1 in targets}
-        stack = [*useful]
+        useful = {*matches}
+        stack = [*matches]
         while stack:
             for source in sources[stack.pop()]:
                 if source not in useful:
@@ -85,9 +91,7 @@ class _Lexer:
             for targets in found
         ]
         self.longer = {
-            state: sum(masks[label] for label in targets if label >= 0)
-            for state, targets in enumerate(found)
-            if -1 in targets
+            state: sum(masks[label] for label in found[state] if label >= 0) for state in matches
         }
 
 
@@ -101,19 +105,25 @@ class _Terminals:
         self.masks = [0] * (max(class_of_byte) + 1)
         for byte, label in enumerate(class_of_byte):
             self.masks[label] |= 1 << byte
-        self._lexers: dict[tuple[int, frozenset[int]], _Lexer] = {}
+        self._lexers: dict[tuple[int, frozenset[int], bool], _Lexer] = {}
         self._relations: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         words = {number: _word(one) for number, one in terminals.items()}
         self._words = {number: word for number, word in words.items() if word is not None}
         self._patterns = [number for number, word in words.items() if word is None]
         self._sorted = sorted((word, number) for number, word in self._words.items())
 
-    def lexer(self, terminal: int, others: frozenset[int] = frozenset()) -> _Lexer:
-        """The automaton of a terminal and of `others`."""
-        key = terminal, others - {terminal}
+    def lexer(
+        self, terminal: int, others: frozenset[int] = frozenset(), ignores: bool = False
+    ) -> _Lexer:
+        """The automaton of a terminal and of `others`; with `ignores`, what is ignored text too is
+        no match of the terminal."""
+        key = terminal, others - {terminal}, ignores
         if key not in self._lexers:
             rest = [self._terminals[one] for one in sorted(key[1])]
-            self._lexers[key] = _Lexer(self._terminals[terminal], rest, self._members, self.masks)
+            ignored = self._terminals[_IGNORED] if ignores else None
+            self._lexers[key] = _Lexer(
+                self._terminals[terminal], rest, ignored, self._members, self.masks
+            )
         return self._lexers[key]
 
     def first_bytes(self, terminal: int) -> int:
@@ -136,11 +146,11 @@ class _Terminals:
             if terminal in self._words:  # of words, only those that begin with this one
                 word = self._words[terminal]
                 others = self._patterns
-                first = bisect_right(self._sorted, word, key=lambda pair: pair[0])
-                for longer_word, number in self._sorted[first:]:
-                    if not longer_word.startswith(word):
+                first = bisect_left(self._sorted, word, key=lambda pair: pair[0])
+                for other_word, number in self._sorted[first:]:
+                    if not other_word.startswith(word):
                         break
-                    longer.add(number)
+                    (equal if other_word == word else longer).add(number)
             for other in others:
                 is_longer, is_equal = self._compared(terminal, other)
                 longer |= {other} if is_longer else set()
@@ -302,6 +312,8 @@ class _Places:
                     rivals[place] |= terminals.keys()
             for terminal, afters in first.items():
                 for equal in self.terminals.equal(terminal) & second.keys():
+                    if _IGNORED in (terminal, equal) and terminal != equal:
+                        continue  # such a text is ignored
                     new = {(min(a, b), max(a, b)) for a in afters for b in second[equal]} - pairs
                     pairs |= new
                     stack += new
@@ -349,7 +361,8 @@ class _Boundaries:
                 others = places.terminals.longer(terminal) & rivals
                 if not places.next_bytes(after):  # nothing comes next, so nothing is barred
                     others = frozenset()
-                found.append((places.terminals.lexer(terminal, others), after, flag))
+                ignores = terminal != _IGNORED and _IGNORED in places.terminals.equal(terminal)
+                found.append((places.terminals.lexer(terminal, others, ignores), after, flag))
             self._begun[boundary] = found
             if len(self._begun) > _MAX_BOUNDARIES:
                 raise ConstraintError(TOO_LARGE)

@@ -240,7 +240,8 @@ class GrammaticalDenoiser(Denoiser):
             " samples nor a completion by a witness is needed",
             "grammars use Lark's notation without templates. A terminal is the longest match among"
             " those that may come next, as for autoregressive decoders, without going back to a"
-            " shorter one; where several match the same text, any may be meant. At the end of a"
+            " shorter one; where several match the same text, any may be meant, but what ignored"
+            " text matches too is ignored. At the end of a"
             " recursive rule, what may follow any of its uses counts as what may come next, so that"
             " texts can be lost. Ignored text may also come first and last; the engine xgrammar is"
             " refused",

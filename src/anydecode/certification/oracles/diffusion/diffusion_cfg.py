@@ -56,7 +56,7 @@ def lexed(
     rules: dict[str, tuple[str, ...]], terminals: dict[str, str], ignored: str = "(?!)"
 ) -> Callable[[str], bool]:
     """The predicate of a grammar whose terminals are the longest matches among those that may come
-    next. It enumerates the sequences of terminals, and the texts of each terminal.
+    next, and no ignored text. It enumerates the sequences of terminals, and the texts of each.
 
     Args:
         rules: The alternatives of each rule, as names with spaces between them; `start` is the
@@ -98,10 +98,9 @@ def lexed(
             size = 0
             while size < len(text) and any(text[: size + 1] in begins[name] for name in allowed):
                 size += 1
-            matched = [name for name in allowed if text[:size] in matches[name]]
-            read = {
-                one if name == "ignored" else (*one, name) for one in read for name in matched
-            } & prefixes
+            if text[:size] not in matches["ignored"]:
+                matched = [name for name in allowed if text[:size] in matches[name]]
+                read = {(*one, name) for one in read for name in matched} & prefixes
             if not read:
                 return False
             text = text[size:]
@@ -124,6 +123,8 @@ LEXED: tuple[tuple[str, dict[str, tuple[str, ...]], dict[str, str], str], ...] =
     ('start: K K | N ")" K | N "(" start\nK: "ab"\nN: /[ab]{1,2}/',
      {"start": ("K K", "N IS K", "N OPEN start")},
      {"K": "ab", "N": "[ab]{1,2}", "IS": r"\)", "OPEN": r"\("}, "(?!)"),
+    ('start: X Y X\nX: "a"\nY: /b+/ | ")"\n%ignore /b\\)?/', {"start": ("X Y X",)},
+     {"X": "a", "Y": r"b+|\)"}, r"b\)?"),
     ('start: "(" N? ")" x | "a"\nx: N | N start\nN: /a+b?/',
      {"start": ("OPEN N CLOSE x", "OPEN CLOSE x", "A"), "x": ("N", "N start")},
      {"OPEN": r"\(", "CLOSE": r"\)", "N": "a+b?", "A": "a"}, "(?!)"),
