@@ -212,6 +212,7 @@ class Sequence(SequenceData):
         hidden: tuple[int, ...] = (),
         block: int = 1,
         inputs: np.ndarray | None = None,
+        variant: Variant | None = None,
     ) -> ScoreRequest:
         """Returns a request that scores the first or further nodes of the pending token tree of
         `runner`. The result has one row per node.
@@ -225,6 +226,7 @@ class Sequence(SequenceData):
             block: See `TreeSpan`.
             inputs: float32 `[nodes, hidden_size]`, read by the nodes without a token (-1), in place
                 of the states that a drafter reads.
+            variant: As for `score`.
         """
         kv_cache = self.kv_cache(runner)
         pending_parents = [] if kv_cache.pending is None else kv_cache.pending.parents
@@ -241,6 +243,7 @@ class Sequence(SequenceData):
             block=block,
             inputs=inputs,
         )
+        span.variant = variant
         if runner in self.draft_states and inputs is None:
             span.states = self.draft_states[runner].for_nodes(kv_cache, parents)
             span.context = self._context(runner)

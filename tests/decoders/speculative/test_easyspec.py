@@ -9,6 +9,7 @@ import pytest
 
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny import tiny_model
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.speculative import easyspec as module
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.library import load_library
@@ -48,17 +49,40 @@ def test_certificate_rejects_attention_on_sequential_states(
     assert_rejected("easyspec")
 
 
+def test_certificate_rejects_trees_of_which_approximate_keys_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    retain = GrowingTree.retain
+
+    def retaining(self: GrowingTree, tokens: Any) -> None:
+        self.variant = None
+        retain(self, tokens)
+
+    monkeypatch.setattr(GrowingTree, "retain", retaining)
+    assert_rejected("easyspec")
+
+
+def test_certificate_rejects_trees_of_exact_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        module.LayerParallelTreeDrafter,
+        "new_tree",
+        lambda self, sequence: GrowingTree(sequence, self.runner, self.noise),
+    )
+    assert_rejected("easyspec")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_batch_equals_single_requests(backend: str) -> None:
+@pytest.mark.parametrize("decoder", ["easyspec", "easyspec:width=3,size=3"])
+def test_batch_equals_single_requests(backend: str, decoder: str) -> None:
     """One sequence drafts while another is prefilled: rows of both kinds share passes."""
     if backend == "torch":
         pytest.importorskip("torch")
     models = [tiny_model(layers=5, seed=seed, backend=backend) for seed in (3, 3)]
     options = {"max_tokens": 20, "temperature": 0.8, "seed": 4, "ignore_eos": True}
     with LLM(models[0], tokenizer=ByteTokenizer(), draft=models[1], cache_positions=512) as llm:
-        alone = [llm.generate(p, decoder="easyspec", **options).tokens for p in PROMPTS]
+        alone = [llm.generate(p, decoder=decoder, **options).tokens for p in PROMPTS]
         plain = [llm.generate(p, decoder="autoregressive", **options).tokens for p in PROMPTS]
-        batch = llm.generate(PROMPTS, decoder="easyspec", **options)
+        batch = llm.generate(PROMPTS, decoder=decoder, **options)
         llm.engine.check_integrity()
     assert [answer.tokens for answer in batch] == alone == plain
 

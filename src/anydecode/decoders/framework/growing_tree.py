@@ -14,6 +14,7 @@ from anydecode.decoders.framework.draft_candidates import (
     fit_vocab,
 )
 from anydecode.decoders.framework.two_models import DRAFT
+from anydecode.kernels.interface import Variant
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
@@ -28,14 +29,22 @@ class GrowingTree:
     `noise` is what orders a node's candidates: "target": the target's noise, which makes
     token-exact acceptance more likely; "own": noise of every node's own, as rejection rules require
     of samples; "none": the most probable candidates come first.
+
+    With `variant` the passes behind the first one run the layers in another way, and what they
+    store is not kept.
     """
 
     def __init__(
-        self, sequence: Sequence, runner: str = DRAFT, noise: TreeNoise = "target"
+        self,
+        sequence: Sequence,
+        runner: str = DRAFT,
+        noise: TreeNoise = "target",
+        variant: Variant | None = None,
     ) -> None:
         self.sequence = sequence
         self.runner = runner
         self.noise = noise
+        self.variant = variant
         self.tree = TokenTree()
         self.depths: list[int] = []
         self.candidates: dict[int, DraftCandidates] = {}
@@ -77,7 +86,9 @@ class GrowingTree:
         first = len(self._positions)
         self._positions.update({node: first + position for position, node in enumerate(nodes)})
         tokens = [tree.tokens[node] for node in nodes]
-        scores = yield self.sequence.extend(tokens, parent_rows, runner=self.runner)
+        scores = yield self.sequence.extend(
+            tokens, parent_rows, runner=self.runner, variant=self.variant
+        )
         for row, node in enumerate(nodes):
             self._advance_sampler(node)
             self.store_candidates(node, scores.row(row))
@@ -131,7 +142,7 @@ class GrowingTree:
         the text."""
         kv_cache = self.sequence.kv_cache(self.runner)
         path, node = [], ROOT
-        for token in tokens:
+        for token in tokens if self.variant is None else ():
             child = self.tree.child(node, token)
             if child is None or child not in self._positions:
                 break

@@ -8,15 +8,21 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import fit_vocab
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
+from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import ParallelLayers
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -27,13 +33,29 @@ class LayerParallelDrafter(Drafter):
     requirements = Requirements(runners=(DRAFT,))
 
     def __init__(self, group: int, rule: Acceptance | None = None) -> None:
-        if group < 2:
-            raise InvalidRequestError("easyspec needs groups of at least two layers")
         self.group = group
         self.rule = rule
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
+
+
+class LayerParallelTreeDrafter(TreeDrafter):
+    """Drafts trees with the runner "draft", whose layers run in groups of `group`: those of EAGLE-2
+    (`GrowingTree.grow_best`), of `depth` levels and `width` nodes per level. Only the pass over the
+    new text, the calibration, is exact."""
+
+    requirements = LayerParallelDrafter.requirements
+
+    def __init__(self, group: int, depth: int, width: int, rule: Acceptance | None = None) -> None:
+        super().__init__(rule)
+        self.variant, self.depth, self.width = ParallelLayers(group), depth, width
+
+    def new_tree(self, sequence: Sequence) -> GrowingTree:
+        return GrowingTree(sequence, self.runner, self.noise, self.variant)
+
+    def grow(self, growing: GrowingTree, size: int) -> Generator[DecoderAction, Any, list[int]]:
+        return growing.grow_best(size, self.depth, self.width)
 
 
 class _Session(DraftSession):
@@ -85,11 +107,13 @@ class _Session(DraftSession):
             "the layers of a group run in one program on the CPU, not on one GPU each",
             "within a group the outputs of attention and MLP are added layer by layer; this order"
             " is inferred",
-            "drafts are chains; the paper also drafts trees",
+            "drafts are chains by default; trees (`width` above 1) grow as those of EAGLE-2, since"
+            " the shape of the paper's is not known here",
         ),
         remote={
             "size": Range(1, 64),
             "group": Range(2, 64),
+            "width": Range(1, 4),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )
@@ -97,15 +121,23 @@ class _Session(DraftSession):
 def easyspec(
     size: int = 5,
     group: int = 4,
+    width: int = 1,
     acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """EasySpec: layer-parallel drafting.
 
     Args:
-        size: Number of drafts per round.
+        size: Number of drafts per round; of a tree, its levels.
         group: Layers per parallel group; the first and the last layer run alone.
+        width: Nodes per level of a tree, `size` times as many in all; 1: a chain.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
+    if group < 2 or width < 1:
+        raise InvalidRequestError(
+            "easyspec needs groups of at least two layers, and a width of at least one node"
+        )
     rule = acceptance_rule(acceptance)
-    drafter = LayerParallelDrafter(group, rule)
-    return Speculative(drafter, size, rule)
+    if width > 1:
+        tree = LayerParallelTreeDrafter(group, size, width, rule)
+        return Speculative(tree, size * width, rule)
+    return Speculative(LayerParallelDrafter(group, rule), size, rule)
