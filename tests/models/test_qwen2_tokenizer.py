@@ -224,7 +224,7 @@ def test_a_mask_token_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_other_classes_and_corrupt_files(tmp_path: Path) -> None:
-    write_folder(tmp_path, tokenizer_class="GPT2Tokenizer")
+    write_folder(tmp_path, tokenizer_class="CodeGenTokenizer")
     assert HFTokenizer.from_folder(tmp_path) is None
     same = {"1": {"content": "<|mask|>", **FLAGS}}
     for changes, words in (

@@ -1,5 +1,6 @@
-"""Builds Qwen2's tokenizer from vocab.json, merges.txt and a list of added tokens: the files of the
-slow tokenizer class, which Dream's checkpoints have instead of tokenizer.json."""
+"""Builds the tokenizers of Qwen2 and GPT-2 from vocab.json, merges.txt and a list of added tokens:
+the files of the slow tokenizer classes, which Dream, OPT and DialoGPT have instead of
+tokenizer.json."""
 
 from __future__ import annotations
 
@@ -7,17 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from anydecode.errors import CheckpointError
+from anydecode.models.files import read_json
 from anydecode.models.gguf_tokenizer import PATTERNS, make_pre_tokenizer
+from anydecode.models.gguf_word_tokenizers import text_and_pair
 
 #: Values of `tokenizer_class` with Qwen2's rules.
 CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer", "DimpleTokenizer")
+#: Values of `tokenizer_class` with GPT-2's rules, and the types of models that have them without a
+#: class.
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+GPT2_MODELS = ("gpt2", "gpt_neo", "gptj", "opt")
+_END = "<|endoftext|>"
 
 
-def qwen2_tokenizer(
+def vocabulary_tokenizer(
     folder: Path, settings: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Tokenizer | None:
     """Build the tokenizer in `folder`.
@@ -34,13 +42,19 @@ def qwen2_tokenizer(
         CheckpointError: The files are corrupt.
     """
     vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
-    if settings.get("tokenizer_class") not in CLASSES:
-        return None
     if not (vocab_file.is_file() and merges_file.is_file()):
         return None
+    kind = settings.get("tokenizer_class")
+    if kind is None and read_json(folder / "config.json").get("model_type") in GPT2_MODELS:
+        kind = GPT2_CLASSES[0]
+    if kind not in (*CLASSES, *GPT2_CLASSES):
+        return None
+    is_gpt2 = kind in GPT2_CLASSES
+    if is_gpt2:
+        settings = {**dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END), **settings}
     try:
         vocab, merges = BPE.read_file(str(vocab_file), str(merges_file))
-        tokens = _added_tokens(settings, added, vocab)
+        tokens = added_tokens(settings, added, vocab)
         vocab |= {token.content: index for index, token in tokens.items()}
         if len(set(vocab.values())) < len(vocab):
             raise ValueError("two tokens have the same id")
@@ -48,11 +62,18 @@ def qwen2_tokenizer(
     except Exception as error:  # the library raises bare Exceptions
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{folder}: not a tokenizer: {reason}") from None
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS["qwen2"])
+    if is_gpt2:
+        has_prefix = settings.get("add_prefix_space") is True
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix)
+    else:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS["qwen2"])
     tokenizer.decoder = decoders.ByteLevel()
     # The vocabulary contains the added tokens, so their ids are kept.
     tokenizer.add_tokens([token for _, token in sorted(tokens.items())])
+    first = token_text(settings.get("bos_token"))
+    if is_gpt2 and settings.get("add_bos_token") is True and first in vocab:
+        tokenizer.post_processor = text_and_pair((first, vocab[first]), None)
     return tokenizer
 
 
@@ -63,7 +84,7 @@ def token_text(entry: Any) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def _added_tokens(
+def added_tokens(
     settings: Mapping[str, Any], added: Mapping[str, Any], vocab: Mapping[str, int]
 ) -> dict[int, AddedToken]:
     """The tokens that are matched in a text before it is split, by id."""

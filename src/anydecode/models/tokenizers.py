@@ -13,10 +13,11 @@ import tokenizers
 
 from anydecode.errors import AnydecodeError, CheckpointError, InvalidRequestError
 from anydecode.models import chat
+from anydecode.models.file_tokenizers import byte_alphabet, tokenizer_of_files
 from anydecode.models.files import read_json, read_text, untrusted
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
 from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer, refusal
-from anydecode.models.qwen2_tokenizer import qwen2_tokenizer, token_text
+from anydecode.models.qwen2_tokenizer import token_text, vocabulary_tokenizer
 from anydecode.models.tokenizer import MESSAGE_TAGS, REASONING_TAGS, TOOL_TAGS
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -77,7 +78,8 @@ class HFTokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer | None:
         """Load the tokenizer in `folder`: `tokenizer.json`, or else the vocab.json and merges.txt
-        of a Qwen2 tokenizer; None if there is neither.
+        of a tokenizer of Qwen2 or GPT-2, the merges of SentencePiece, or Kimi's tiktoken.model;
+        None if there is none.
 
         Raises:
             CheckpointError: A file is corrupt.
@@ -90,7 +92,8 @@ class HFTokenizer:
                 tokenizer = tokenizers.Tokenizer.from_file(str(path))
         else:
             added = read_json(folder / "added_tokens.json")
-            built = qwen2_tokenizer(folder, settings, added)
+            built = vocabulary_tokenizer(folder, settings, added)
+            built = built or tokenizer_of_files(folder, settings, added)
             if built is None:
                 return None
             tokenizer = built
@@ -334,16 +337,7 @@ def _folder_templates(folder: Path, settings: Mapping[str, Any]) -> str | dict[s
     return templates if isinstance(templates, str) else None
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters of byte-level BPE and the bytes they stand for: printable Latin-1 characters
-    stand for themselves, the other bytes are written as the characters from U+0100 on, in order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_CHARACTER_BYTES = _byte_alphabet()
+_CHARACTER_BYTES = byte_alphabet()
 
 
 def _byte_encoding_of(tokenizer: tokenizers.Tokenizer) -> tuple[str, bool]:

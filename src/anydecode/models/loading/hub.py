@@ -20,6 +20,7 @@ _FOLDER = [
     "*.json",
     "*.jinja",
     "tokenizer.model",
+    "tiktoken.model",
     "merges.txt",
     "rwkv_vocab_*.txt",
     "*.safetensors",
