@@ -44,13 +44,21 @@ def test_finds_what_a_search_finds(sizes: list[int], first: bool) -> None:
         assert index.tokens == tokens and len(index) == len(tokens)
 
 
-def test_appending_many_tokens_is_appending_each() -> None:
-    one, many = NgramIndex([1, 2]), NgramIndex([1, 2])
-    for token in (4, 5, 4, 5, 6):
-        one.append(token)
-    many.extend([4, 5, 4])
-    many.extend([5, 6])
-    assert one.find([4, 5]) == many.find([4, 5]) == (4, 2)
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize("sizes", [[1], [3], [4, 2, 1], [1, 5]])
+def test_appending_many_tokens_is_appending_each(sizes: list[int], first: bool) -> None:
+    rng = random.Random(f"{sizes}{first}")
+    for _ in range(30):
+        one, many = NgramIndex(sizes, keep_first=first), NgramIndex(sizes, keep_first=first)
+        for _ in range(6):
+            tokens = [rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 3, 9]))]
+            many.extend(tokens)
+            for token in tokens:
+                one.append(token)
+            assert one.tokens == many.tokens
+            for _ in range(20):
+                text = [rng.randrange(3) for _ in range(rng.randrange(7))]
+                assert one.find(text) == many.find(text)
 
 
 def test_cursor_follows_the_match_that_a_search_finds() -> None:

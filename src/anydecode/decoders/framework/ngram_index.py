@@ -66,8 +66,20 @@ class NgramIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens`."""
-        for token in tokens:
-            self.append(token)
+        text, start = self.tokens, len(self.tokens)
+        text.extend(tokens)
+        for size, _, ends in self._tables:
+            first = max(start, size)
+            if first >= len(text):
+                break  # there are fewer tokens than an n-gram has
+            columns = [text[first - size + i : len(text) - size + i] for i in range(size)]
+            ngrams: Iterable[Any] = zip(*columns, strict=True) if size > 1 else columns[0]
+            pairs = zip(ngrams, range(first, len(text)), strict=True)
+            if self._keep_first:
+                for ngram, end in pairs:
+                    ends.setdefault(ngram, end)
+            else:
+                ends.update(pairs)
 
     def find(self, text: Seq[int]) -> tuple[int, int]:
         """Find the longest n-gram that ends `text`.

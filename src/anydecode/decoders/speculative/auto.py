@@ -58,7 +58,7 @@ from anydecode.decoders.speculative.draft_sources import (
     SuccessorPredictor,
     num_accepted,
 )
-from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES
+from anydecode.decoders.speculative.match_cursor import MAX_MATCH_LENGTH, NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import MAX_BURST_DRAFTS, BurstDrafter, BurstDrafts
@@ -145,12 +145,17 @@ class _Session:
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
-        self._read(sequence.prompt, scored=False)
 
     def _catch_up(self) -> None:
-        """Read the tokens generated since the last call."""
-        num_read = len(self.history) - len(self.sequence.prompt)
-        self._read(self.sequence.tokens[num_read:])
+        """Read the tokens generated since the last call, and at first the prompt, which takes time
+        only where drafts may save some."""
+        prompt, history = self.sequence.prompt, self.history
+        if not len(history):
+            # Cursors follow its last tokens only: matches are no longer when they are found.
+            first = max(0, len(prompt) - MAX_MATCH_LENGTH)
+            history.extend(prompt[:first])
+            self._read(prompt[first:], scored=False)
+        self._read(self.sequence.tokens[len(history) - len(prompt) :])
 
     def _read(self, tokens: Seq[int], scored: bool = True) -> None:
         text, append = self.history.tokens, self.history.append
