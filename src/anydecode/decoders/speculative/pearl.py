@@ -23,7 +23,7 @@ from anydecode.decoders.speculative.draft_model import (
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, Scores, Submit, Wait
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Drafts per round before the draft model's passes were measured, and the most of them.
@@ -92,7 +92,10 @@ class Pearl(Decoder):
             return DEFAULT_SIZE
         pass_seconds = sequence.cost_model.seconds(1 + DEFAULT_SIZE, sequence.length)
         ratio = pass_seconds / max(self._seconds_per_draft, 1e-9)
-        return int(min(max(round(ratio), 1), MAX_SIZE))
+        # A round needs positions for its drafts and for those of the next one.
+        pools = (sequence.kv_cache(runner).pool for runner in (TARGET, DRAFT))
+        room = min(pool.num_slots for pool in pools) - sequence.length
+        return max(1, min(round(ratio), MAX_SIZE, room // 2 - 1))
 
     def _record_drafts(self, count: int, seconds: float) -> None:
         if count:
