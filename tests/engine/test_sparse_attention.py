@@ -37,7 +37,7 @@ def executor(backend: str, threads: int = 1) -> Any:
 def test_logits_far_beyond_the_selection(case: str, backend: str) -> None:
     """Wrong twins: attention to all positions, and a selection of 7 positions; a selection among
     later positions too."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     model = theirs(case)
     found = logits(built(checkpoint_of(model), executor=executor(backend)), chain(TOKENS))
@@ -62,7 +62,7 @@ def test_scores_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     Scores may be 0 at several positions, of which `transformers` selects any: here the lowest. The
     inputs of a second layer would differ by rounding errors, and with them the order of scores.
     """
-    import torch
+    torch = pytest.importorskip("torch")
 
     def stable(self: Any, count: int, dim: int) -> Any:
         values, indices = self.sort(dim=dim, descending=True, stable=True)

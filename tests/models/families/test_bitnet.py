@@ -37,7 +37,7 @@ def ternary(matrix: np.ndarray) -> tuple[np.ndarray, float]:
 
 def original(**settings: Any) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """A model whose projections are rounded, their numbers before, and the others' tensors."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     model = hf_model("BitNet", **{**SIZES, **settings})
     before, others = {}, {}
