@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.encoder_tasks import task_named
+from anydecode.models.encoder_tasks import task_named, tasks_of
 
 
 class LoadedAdapter:
@@ -80,7 +80,7 @@ class Adapters:
         Raises:
             InvalidRequestError: There is no such task, or both are given.
         """
-        found = task_named(getattr(self._model, "tasks", {}), task)
+        found = task_named(tasks_of(self._model), task)
         if found is None:
             return name
         if name is not None:

@@ -8,7 +8,6 @@ a pass. A causal model runs a text in chunks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -19,7 +18,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.pooled_states import encoded, pooled_state
 from anydecode.errors import ContextLengthError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.classification import Classifier, sigmoid
-from anydecode.models.encoder_tasks import EncoderTask, task_named
+from anydecode.models.encoder_tasks import EncoderTask, task_named, tasks_of
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.yes_no import JudgePrompt, YesNo
@@ -182,11 +181,6 @@ def text_start(model: Any, prompt_name: str | None, task: str | None) -> str:
     if found is not None and prompt_name is None:
         return found.prompt
     return pooling_of(model).prompt(prompt_name)
-
-
-def tasks_of(model: Any) -> Mapping[str, EncoderTask]:
-    """The tasks of a model, by name."""
-    return getattr(model, "tasks", {})
 
 
 def embedding_decoder(model: Any, task: str | None = None) -> PooledState:

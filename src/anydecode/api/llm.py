@@ -30,7 +30,6 @@ from anydecode.api.embedding import (
     pooling_of,
     ranked,
     relevance_decoder,
-    tasks_of,
     text_start,
     text_tokens,
     token_limit,
@@ -66,6 +65,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
+from anydecode.models.encoder_tasks import tasks_of
 from anydecode.models.ffn_split import ModelSplit
 from anydecode.models.interface import Model
 from anydecode.models.tokenizer import Tokenizer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,11 @@ class EncoderTask:
         for rows, column in zip(self.tokens[0][tokens].T, self.tokens[1], strict=True):
             added = added + rows[:, None] * column
         return added
+
+
+def tasks_of(model: Any) -> Mapping[str, EncoderTask]:
+    """The tasks of a model, by name."""
+    return getattr(model, "tasks", {})
 
 
 def task_named(tasks: Mapping[str, EncoderTask], name: str | None) -> EncoderTask | None:

@@ -26,7 +26,7 @@ from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Drafts per round before the draft model's passes were measured, and the most of them.
+#: Drafts per round before the draft model's passes were measured, and their maximum number.
 DEFAULT_SIZE, MAX_SIZE = 4, 64
 #: Weight of a round in the average of the time per draft.
 DRAFT_RATE = 0.1

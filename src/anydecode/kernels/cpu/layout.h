@@ -237,7 +237,7 @@ struct Pass {
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
   int32_t team; /* of the threads that run the pass */
   Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
-  const int32_t *step_limits; /* of a multi-step pass: the most tokens of each sequence */
+  const int32_t *step_limits; /* of a multi-step pass: the maximum number of tokens of each sequence */
   const double *min_probabilities;
   /* The positions that the last indexer has selected for each row, [rows, top_k], at
    * `selected_rows` if it is not NULL. */
