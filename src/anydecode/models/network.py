@@ -864,7 +864,7 @@ class Network:
         elif weights.xielu is not None:
             assert isinstance(weights.mlp, PlainMlp), "checked by `ModelSpec`"
             y = _plain_mlp(backend, y, weights.mlp, weights.xielu)
-        elif spec.has_inner_norms:
+        elif spec.has_mlp_inner_norm:
             assert isinstance(weights.mlp, GatedMlp), "checked by `ModelSpec`"
             y = _gated_product(backend, y, spec, weights.mlp)
             y = backend.rms_norm(y, weights.mlp_inner_norm, self.spec.norm_eps)
@@ -1001,7 +1001,7 @@ class Network:
                 y = backend.gate_parts(y, gate, spec.attention_gate)
             else:
                 y = backend.gated(gate, y, spec.attention_gate)
-        if spec.has_inner_norms:
+        if spec.has_attention_inner_norm:
             y = backend.rms_norm(y, weights.attention_inner_norm, self.spec.norm_eps)
         return weights.output.apply(backend, y)
 
@@ -1308,7 +1308,7 @@ def _check_layer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an MLP")
     if layer.mlp is not None:
         _check_mlp(prefix, spec, layer.mlp, hidden)
-        if spec.has_inner_norms:
+        if spec.has_mlp_inner_norm:
             assert isinstance(layer.mlp, GatedMlp), "checked by `ModelSpec`"
             inner = layer.mlp.down.weight.in_features
             _check_vector(f"{prefix}mlp_inner_norm", layer.mlp_inner_norm, inner)
@@ -1428,7 +1428,7 @@ def _check_attention(
         "query_norm": (q_size if is_full_norm else dim) if has_norm else None,
         "key_norm": (kv_size if is_full_norm else dim) if has_norm and has_own_keys else None,
         "sinks": shape.num_heads if spec.has_sinks else None,
-        "attention_inner_norm": value_size if spec.has_inner_norms else None,
+        "attention_inner_norm": value_size if spec.has_attention_inner_norm else None,
     }
     for name, length in vectors.items():
         if length is not None:

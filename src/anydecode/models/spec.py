@@ -196,8 +196,9 @@ class LayerSpec:
         attention_gate: The function of a projection of the attention's input that multiplies its
             output: None for no gate, "sigmoid" (Qwen3-Next) or "softplus" (Laguna).
         gates_heads: Whether that gate has one number for each head (Laguna), not for each number.
-        has_inner_norms: Whether the inputs of the attention's output matrix and of the MLP's last
-            matrix are normed (BitNet).
+        has_attention_inner_norm: Whether the input of the attention's output matrix is normed
+            (BitNet).
+        has_mlp_inner_norm: Whether the input of the MLP's last matrix is normed (BitNet).
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
@@ -246,7 +247,8 @@ class LayerSpec:
     recurrence: RecurrentSpec | None = None
     attention_gate: str | None = None
     gates_heads: bool = False
-    has_inner_norms: bool = False
+    has_attention_inner_norm: bool = False
+    has_mlp_inner_norm: bool = False
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
     indexer: IndexerSpec | None = None
@@ -714,10 +716,11 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             )
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
-    if layer.has_inner_norms:
-        has_others = layer.latent is not None or layer.recurrence is not None or layer.num_experts
-        if layer.attention is None or has_others or layer.mlp != "gated":
-            raise ConfigError(f"{prefix}inner norms need attention and a gated MLP without experts")
+    if layer.has_attention_inner_norm:
+        if layer.attention is None or layer.latent is not None or layer.recurrence is not None:
+            raise ConfigError(f"{prefix}an inner norm needs attention without latents")
+    if layer.has_mlp_inner_norm and (layer.mlp != "gated" or layer.num_experts):
+        raise ConfigError(f"{prefix}an inner norm needs a gated MLP without experts")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
     _check_routing(prefix, layer)
 

@@ -331,10 +331,11 @@ class _LayerReader:
             if self._family.has_norm_bias:
                 layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
                 layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
-        if self._spec.has_inner_norms:
+        if self._spec.has_attention_inner_norm:
             assert self._spec.attention is not None, "checked by `ModelSpec`"
             size = self._spec.attention.num_heads * self._spec.attention.value_dim
             layer.attention_inner_norm = self._norm("self_attn.inner_norm", size)
+        if self._spec.has_mlp_inner_norm:
             inner = int_value(self._config, "intermediate_size")
             layer.mlp_inner_norm = self._norm("mlp.inner_norm", inner)
         if self._spec.has_second_sum:

@@ -594,7 +594,8 @@ def _layers(
                 if bool_value(config, "use_attention_gate", True)
                 else None,
                 gates_heads=bool_value(config, "gates_heads", family.gates_heads),
-                has_inner_norms=family.has_inner_norms,
+                has_attention_inner_norm=family.has_inner_norms,
+                has_mlp_inner_norm=family.has_inner_norms,
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=latent,
                 indexer=indexer,

@@ -167,7 +167,8 @@ class Family:
             off. The query matrix has the rows of both, head by head, if `self_attn.gate_proj` is no
             module of its own.
         gates_heads: See `LayerSpec.gates_heads`; so may the key `gates_heads`.
-        has_inner_norms: See `LayerSpec.has_inner_norms`.
+        has_inner_norms: Whether both norms inside the sublayers exist, see
+            `LayerSpec.has_attention_inner_norm` and `has_mlp_inner_norm`.
         multipliers: Whether the config has factors of the attention's and the MLP's products
             (Falcon-H1).
         has_single_sublayers: Whether each layer is attention, a recurrence or an MLP alone

@@ -72,8 +72,9 @@ def _rows(pixels: np.ndarray) -> np.ndarray:
     drawn = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        values: np.ndarray = drawn.standard_normal((rows, columns)) / np.sqrt(columns)
-        return values
+        # Uniform in [-1, 1) in steps of 2^-20, with variance 1 / columns.
+        values: np.ndarray = drawn.integers(-1048576, 1048576, (rows, columns)) / 1048576
+        return values * np.sqrt(3 / columns)
 
     first = matrix(_WIDTH, 3 * _PATCH**2)
     layers = [
