@@ -1,6 +1,6 @@
 """The engine's promises for models with latent attention (DeepSeek), whose cache has one row per
-position, and for those whose rows attend to selected positions (DeepSeek-V3.2, GLM-5): the same
-text whatever the batch, the cache, the drafter and the number of restarts."""
+position, and for those whose rows attend to selected positions (DeepSeek-V3.2, GLM-5, MiniMax-M3):
+the same text whatever the batch, the cache, the drafter and the number of restarts."""
 
 from __future__ import annotations
 
@@ -44,6 +44,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SETTINGS, **INDEXER, "n_group": 1, "topk_group": 1}
         | {"indexer_types": ["full", "full", "shared"]},
     ),
+    "blocks": (
+        "MiniMaxM3VL",
+        {
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "dense_intermediate_size": 56,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_block_size": 4,
+            "index_topk_blocks": 3,
+            "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2],
+        },
+    ),
 }
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
@@ -78,7 +100,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_the_cache_holds_the_latent_and_the_key_of_each_indexer(kind: str) -> None:
     cache = model(kind).new_cache(8, "float16")
     size = SETTINGS["kv_lora_rank"] + SETTINGS["qk_rope_head_dim"]
-    num_indexers = {"dense": 0, "sparse": 3, "shared": 2}[kind]
+    if kind == "blocks":  # two heads of keys and values
+        size = 2 * 2 * KINDS[kind][1]["head_dim"]
+    num_indexers = {"dense": 0, "sparse": 3, "shared": 2, "blocks": 2}[kind]
     keys = num_indexers * INDEXER["index_head_dim"]
     assert bytes_per_position(cache) == 2 * (size * SETTINGS["num_hidden_layers"] + keys)
 

@@ -1,5 +1,5 @@
-"""Attention to the positions that an indexer selects (DeepSeek-V3.2, GLM-5), beside oracles that
-share no code with it: `transformers`, and dense attention to listed positions."""
+"""Attention to the positions that an indexer selects (DeepSeek-V3.2, GLM-5, MiniMax-M3), beside
+oracles that share no code with it: `transformers`, and dense attention to listed positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.library import load_library
 from anydecode.models.families import spec_from_config
 from anydecode.models.opening import choose_executor
@@ -17,6 +17,7 @@ from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
 BACKENDS = ["torch", "native"]
 CASES = ["deepseek v3.2", "glm moe dsa", "glm moe dsa with shared indexers"]
+BLOCKS = ["minimax m3", "minimax m3 local blocks", "minimax m3 one selection"]
 TOKENS = np.random.default_rng(0).integers(3, 130, 90).tolist()
 
 
@@ -81,6 +82,47 @@ def test_scores_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(logits(two, chain(tokens[1298:], 1298), cache), found[1298:])
 
 
+def test_blocks_scored_in_several_parts() -> None:
+    model = theirs("minimax m3", index_block_size=50, max_position_embeddings=2048)
+    tokens = np.random.default_rng(0).integers(3, 130, 1300).tolist()
+    stored = checkpoint_of(model)
+    one, two = (built(stored, executor=executor("native", threads)) for threads in (1, 2))
+    found = logits(one, chain(tokens), one.new_cache(1300))
+    assert np.abs(found - hf_logits(model, tokens)).max() < 1e-3
+    cache = two.new_cache(1300)
+    assert np.array_equal(logits(two, chain(tokens[:1298]), cache), found[:1298])
+    assert np.array_equal(logits(two, chain(tokens[1298:], 1298), cache), found[1298:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", BLOCKS)
+def test_logits_far_beyond_the_selected_blocks(case: str, backend: str) -> None:
+    """Wrong twins: attention to all positions, one block less, blocks of another size, and without
+    the blocks that are always selected; the selection of the first head for all."""
+    model = theirs(case)
+    stored = checkpoint_of(model)
+    found = logits(built(stored, executor=executor(backend)), chain(TOKENS))
+    assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
+    size, local = (stored.config[f"index_{key}"] for key in ("block_size", "local_blocks"))
+    for changes in (
+        {"index_topk_blocks": 64},
+        {"index_topk_blocks": 2},
+        {"index_block_size": size + 1},
+        {"index_local_blocks": 0 if local else 1},
+    ):
+        other = logits(
+            built(checkpoint_of(model, **changes), executor=executor(backend)), chain(TOKENS)
+        )
+        assert np.array_equal(other[: 2 * size], found[: 2 * size])
+        assert np.abs(other[3 * size :] - found[3 * size :]).max() > 1e-2
+    heads, dim = (stored.config[f"index_{key}"] for key in ("n_heads", "head_dim"))
+    for name, tensor in stored.tensors.items():
+        if name.endswith("indexer.q_proj.weight"):
+            stored.tensors[name] = np.tile(tensor[:dim], (heads, 1))
+    other = logits(built(stored, executor=executor(backend)), chain(TOKENS))
+    assert (np.abs(other - found).max() > 1e-2) == (heads > 1)
+
+
 def _without_mask(module: Any, args: Any, kwargs: Any) -> Any:
     """The arguments of an indexer with a mask that hides nothing."""
     hidden, queries, positions, mask, *rest = args
@@ -110,12 +152,15 @@ def test_of_equal_scores_the_lower_positions_are_selected(backend: str, threads:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *BLOCKS])
 def test_up_to_the_selection_it_is_dense_attention(case: str, backend: str) -> None:
     """With the same bits, beside rows of another text with more positions."""
     stored = checkpoint_of(theirs(case))
     sparse = built(stored, executor=executor(backend))
-    stored.config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    if case in BLOCKS:
+        stored.config["layer_types"] = ["full_attention"] * 4
+    else:
+        stored.config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
     dense = built(stored, executor=executor(backend))
     expected = logits(dense, chain(TOKENS[:8]))
     assert np.array_equal(logits(sparse, chain(TOKENS[:8])), expected)
@@ -135,10 +180,11 @@ def test_up_to_the_selection_it_is_dense_attention(case: str, backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_slots_and_branches_do_not_matter(backend: str) -> None:
+@pytest.mark.parametrize("case", [CASES[2], *BLOCKS])
+def test_slots_and_branches_do_not_matter(case: str, backend: str) -> None:
     """The last rows as branches behind a cached text in scattered slots, and with a table per
     layer, as alone."""
-    model = built(checkpoint_of(theirs(CASES[2])), executor=executor(backend))
+    model = built(checkpoint_of(theirs(case)), executor=executor(backend))
     expected = logits(model, chain(TOKENS))
     other = logits(model, chain([*TOKENS[:88], 5, 6]))
     slots = np.random.default_rng(1).permutation(256)[:92].astype(np.int32)
@@ -157,8 +203,27 @@ def test_slots_and_branches_do_not_matter(backend: str) -> None:
     found = logits(model, rows, cache)
     assert np.array_equal(found[:2], expected[88:])
     assert np.array_equal(found[2:], other[88:])
-    rows.tables = [np.stack([slots[:88]] * 3)]
+    rows.tables = [np.stack([slots[:88]] * model.spec.num_layers)]
     assert np.array_equal(logits(model, rows, cache), found)
+
+
+def test_layers_on_whole_texts() -> None:
+    """Quantisers run layers on texts no longer than what is selected."""
+    torch = pytest.importorskip("torch")
+    from anydecode.kernels.blocks import BlockBackend
+
+    model = built(checkpoint_of(theirs(BLOCKS[0])), executor=executor("torch"))
+    network, x = model.network, torch.from_numpy(model.embed(np.array(TOKENS[:13])))
+    for length in (12, 13):
+        y, backend = x[:length], BlockBackend(length)
+        for layer in range(model.spec.num_layers):
+            if length == 13 and layer == 1:
+                with pytest.raises(UnsupportedCombinationError, match="12 selected positions"):
+                    network.layer(backend, y, layer)
+                return
+            y = network.layer(backend, y, layer)
+        found = network.head(backend, y).numpy()
+        assert np.abs(found - logits(model, chain(TOKENS[:12]))).max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -175,7 +240,29 @@ def test_slots_and_branches_do_not_matter(backend: str) -> None:
     ],
 )
 def test_malformed_configs_end_in_one_line(changes: dict[str, Any], message: str) -> None:
-    config = checkpoint_of(theirs(CASES[1])).config
+    _check_refusal(CASES[1], changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index_n_heads": 3}, "num_selections is 3; allowed is an integer from 1 to 2"),
+        ({"index_head_dim": 24}, "the indexer's head_dim is 24; allowed is at most 16"),
+        ({"index_topk_blocks": 0}, "index_topk_blocks is 0"),
+        ({"index_local_blocks": 4}, "local_blocks is 4; allowed is an integer from 0 to 3"),
+        ({"index_block_size": -1}, "index_block_size is -1"),
+        (
+            {"indexer_types": ["none", "full"]},
+            r"indexer_types\[2\] is None; allowed is full or none",
+        ),
+    ],
+)
+def test_malformed_configs_of_blocks_end_in_one_line(changes: dict[str, Any], message: str) -> None:
+    _check_refusal(BLOCKS[0], changes, message)
+
+
+def _check_refusal(case: str, changes: dict[str, Any], message: str) -> None:
+    config = checkpoint_of(theirs(case)).config
     with pytest.raises(CheckpointError, match=message) as caught:
         spec_from_config({**config, **changes})
     assert "\n" not in str(caught.value)

@@ -435,7 +435,6 @@ COHERE_2_MOE: dict[str, Any] = {
     "sliding_window": 6,
     "logit_scale": 1.0,
 }
-#: The indexer selects as many positions as the test has.
 MINIMAX_M3: dict[str, Any] = {
     "head_dim": 16,
     "num_hidden_layers": 4,
@@ -448,8 +447,8 @@ MINIMAX_M3: dict[str, Any] = {
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
     "index_n_heads": 2,
     "index_head_dim": 8,
-    "index_block_size": 16,
-    "index_topk_blocks": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
     "mlp_layer_types": ["dense", *["sparse"] * 3],
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2, "full_attention"],
     "swiglu_limit": 0.5,
@@ -1087,6 +1086,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax m3": ("MiniMaxM3VL", MINIMAX_M3),
+    "minimax m3 local blocks": (
+        "MiniMaxM3VL",
+        {
+            **MINIMAX_M3,
+            "num_key_value_heads": 4,
+            "index_n_heads": 4,
+            "index_block_size": 5,
+            "index_local_blocks": 2,
+        },
+    ),
+    "minimax m3 one selection": (
+        "MiniMaxM3VL",
+        {**MINIMAX_M3, "index_n_heads": 1, "index_head_dim": 16, "index_local_blocks": 0},
+    ),
     "mimo v2": ("MiMoV2Flash", MIMO_V2),
     "mimo v2 groups": (
         "MiMoV2Flash",

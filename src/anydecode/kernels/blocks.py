@@ -78,5 +78,40 @@ class BlockBackend(ReferenceBackend):
         )
         return mixed.transpose(1, 2).reshape(-1, shape.num_heads * shape.head_dim)
 
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: int,
+        shape: Attention,
+        index_key: torch.Tensor | None = None,
+    ) -> None:
+        self._kept = k, v
+
+    def select(
+        self,
+        q: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        num_heads: int,
+        layer: int,
+        shape: Attention,
+    ) -> None:
+        if shape.top_k is not None and self._length > shape.top_k:
+            raise UnsupportedCombinationError(
+                f"texts of {self._length} tokens cannot be calibrated here: rows attend to"
+                f" {shape.top_k} selected positions"
+            )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None = None,
+        biases: Biases | None = None,
+    ) -> torch.Tensor:
+        k, v = self._kept
+        return self.attention(q, k, v, layer, shape, sinks, biases)
+
     def rope_positions(self, count: int) -> tuple[torch.Tensor, int]:
         return torch.arange(self._length).repeat(count // self._length), self._length - 1

@@ -50,11 +50,11 @@ def new_cache(
 
     def empty(shape: Attention | None, is_value: bool) -> np.ndarray:
         dtype = cache_dtype(format)
-        dim = stored_numbers(shape, is_value)
-        if shape is None or not dim:
+        heads, dim = stored_heads(shape, is_value)
+        if not dim:
             return np.empty((num_slots, 1, 0), dtype)
         # Each head's slots are contiguous, so that consecutive slots are read sequentially.
-        size = (shape.num_kv_heads, num_slots, stored_width(format, dim))
+        size = (heads, num_slots, stored_width(format, dim))
         return mapped_zeros(size, dtype).swapaxes(0, 1)
 
     inputs = {
@@ -67,13 +67,16 @@ def new_cache(
     return KeyValues(keys, values, format, inputs, states)
 
 
-def stored_numbers(shape: Attention | None, is_value: bool) -> int:
-    """Numbers of one head's key or value in a slot; with latent attention those of the indexer's
-    key are in place of a value."""
+def stored_heads(shape: Attention | None, is_value: bool) -> tuple[int, int]:
+    """The number of heads whose keys or values a slot has, and the numbers of each. The key of an
+    indexer is one more head of the values, and the only one with latent attention."""
     if shape is None:
-        return 0
-    is_index = is_value and shape.latent_dim is not None
-    return (shape.index_dim or 0) if is_index else shape.head_dim
+        return 1, 0
+    if not is_value:
+        return shape.num_kv_heads, shape.head_dim
+    if shape.latent_dim is not None:
+        return 1, shape.index_dim or 0
+    return shape.num_kv_heads + (shape.index_dim is not None), shape.head_dim
 
 
 def check_cache_format(format: str) -> None:

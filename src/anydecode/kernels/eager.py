@@ -16,7 +16,7 @@ from anydecode.kernels.cache import (
     cache_dtype,
     check_cache_format,
     new_cache,
-    stored_numbers,
+    stored_heads,
     stored_width,
 )
 from anydecode.kernels.formats import dequantize_rows
@@ -104,11 +104,8 @@ class TorchExecutor(ABC):
         dtype = as_tensor(np.empty(0, cache_dtype(format))).dtype
 
         def empty(shape: Attention | None, is_value: bool) -> torch.Tensor:
-            dim = stored_numbers(shape, is_value)
-            if shape is None or not dim:
-                return torch.zeros((num_slots, 1, 0), dtype=dtype, device=self.device)
-            width = stored_width(format, dim)
-            size = (num_slots, shape.num_kv_heads, width)
+            heads, dim = stored_heads(shape, is_value)
+            size = (num_slots, heads, stored_width(format, dim))
             return torch.zeros(size, dtype=dtype, device=self.device)
 
         keys, values = ([empty(s, is_value) for s in shapes] for is_value in (False, True))

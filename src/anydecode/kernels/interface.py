@@ -171,8 +171,15 @@ class Attention:
     # A row attends to so many of the positions that it sees, those that an indexer has selected
     # last (`Backend.select`; DeepSeek-V3.2, arXiv:2512.02556). None: to all.
     top_k: int | None = None
-    # Numbers of the indexer's key, which is stored in place of values; None: there is no indexer.
+    # Numbers of the indexer's key, which is stored after the heads' values, and which are no more
+    # than those of a head if it has values; None: there is no indexer.
     index_dim: int | None = None
+    # Positions are selected in blocks of so many, counted from position 0: `top_k` is a multiple.
+    index_block: int = 1
+    # So many blocks, up to the one that a row's own position lies in, are always selected.
+    local_blocks: int = 0
+    # The key heads have so many selections, each for equal parts of them (MiniMax-M3).
+    num_selections: int = 1
 
     @property
     def value_dim(self) -> int:
@@ -431,7 +438,7 @@ class KeyValues:
     num_kv_heads, bytes]` in a packed format (see `kernels/cache.py`). In main memory each head's
     slots are contiguous. Layers without attention have arrays without entries, as do layers that
     attend to an earlier layer's, and the values of layers whose keys hold them
-    (`Attention.latent_dim`).
+    (`Attention.latent_dim`). The key of an indexer is one more head of the values.
 
     Attributes:
         inputs: Per recurrent layer the inputs of its recurrence, float32 `[num_slots, width +
@@ -749,9 +756,11 @@ class Backend(ABC):
         """Apply the rotary embedding of the row's position to each of `num_heads` heads."""
 
     @abstractmethod
-    def store(self, k: Any, v: Any, layer: int, shape: Attention) -> None:
-        """Store k and v in each row's slot of `layer`. If `shape.latent_dim` is set, v is the
-        indexer's key, or None."""
+    def store(
+        self, k: Any, v: Any | None, layer: int, shape: Attention, index_key: Any | None = None
+    ) -> None:
+        """Store k, v (None if `shape.latent_dim` is set) and the indexer's key, if there is one, in
+        each row's slot of `layer`."""
 
     @abstractmethod
     def select(
@@ -760,14 +769,17 @@ class Backend(ABC):
         """Select the `shape.top_k` positions that each row attends to in `layer`, and in later
         layers whose shape has a `top_k`.
 
-        The score of a position is the sum over the indexer's heads of weight * max(q @ key, 0). The
-        positions with the largest scores are selected, of equal ones the lower. A row that sees no
-        more than `top_k` positions attends to all.
+        The score of a position is the sum over the indexer's heads of weight * max(q @ key, 0).
+        Without weights, each head selects for its part of the key heads, by q @ key. The score of a
+        block of positions (`shape.index_block`) is the largest one of them; those of the last
+        `shape.local_blocks` are infinite. The positions of the blocks with the largest scores are
+        selected, of equal ones the lower. A row that sees no more than `top_k` positions attends to
+        all.
 
         Args:
             q: The indexer's queries, `num_heads` of `shape.index_dim` numbers; None: the positions
                 are those that an earlier layer has selected.
-            weights: One number per head.
+            weights: One number per head; None: there are `shape.num_selections` heads.
             num_heads: Heads of the indexer.
             layer: Whose slots have the indexer's keys.
             shape: The shape of the layer's attention.

@@ -87,6 +87,7 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
         *((name, c_int32) for name in ("chunk", "reach", "top_k", "index_dim")),
+        *((name, c_int32) for name in ("block", "num_local")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),

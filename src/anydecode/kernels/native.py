@@ -210,7 +210,8 @@ class NativeExecutor:
         self._pass.min_probabilities = address_of(self._min_probabilities)
         self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
-        self._top_k = max((shape.top_k or 0 for shape in self.program.shapes), default=0)
+        sizes = ((shape.top_k or 0) * shape.num_selections for shape in self.program.shapes)
+        self._num_selected = max(sizes, default=0)
         floats = self._scratch_floats()
         self._buffers = _Buffers(floats * self.threads)
         self._pass.attention_scratch_floats = floats
@@ -493,8 +494,8 @@ class NativeExecutor:
             for index, name in enumerate(_INT_FIELDS):
                 setattr(p, name, address_of(b.ints[index]))
             p.stream = address_of(b.stream)
-            if self._top_k:
-                self._selected = np.empty((b.rows, self._top_k), np.int32)
+            if self._num_selected:
+                self._selected = np.empty((b.rows, self._num_selected), np.int32)
                 p.selected = address_of(self._selected)
             p.logit_rows = address_of(b.ints[len(_INT_FIELDS) + 1])
         if logits > b.logits:
@@ -523,7 +524,7 @@ class NativeExecutor:
             )
             p.adapters = address_of(ints[len(_INT_FIELDS)])
         p.selected_rows = None
-        if self._top_k and active is not None:
+        if self._num_selected and active is not None:
             self._selected_rows = active.astype(np.int32)
             p.selected_rows = address_of(self._selected_rows)
         self._bind_tables(rows)

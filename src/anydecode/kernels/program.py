@@ -157,18 +157,31 @@ class NativeBackend(Backend):
         fields = {"heads": num_heads, "head_dim": x.width // num_heads, "count": half}
         return self._record(Code.ROPE, (x, table), x.width, **fields)
 
-    def store(self, k: Value, v: Value | None, layer: int, shape: Attention) -> None:
+    def store(
+        self,
+        k: Value,
+        v: Value | None,
+        layer: int,
+        shape: Attention,
+        index_key: Value | None = None,
+    ) -> None:
         inputs = (k,) if v is None else (k, v)
-        fields = {**_cache_fields(layer, shape), "kv_heads": shape.num_kv_heads, "width": k.width}
+        fields = {**_cache_fields(layer, shape), "width": k.width}
         self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
+        if index_key is not None:
+            fields = {**fields, "width": index_key.width}
+            self.steps.append(Step(Code.STORE_INDEX, (index_key,), None, fields, cache="write"))
 
     def select(
         self, q: Value | None, weights: Value | None, num_heads: int, layer: int, shape: Attention
     ) -> None:
         fields = {**_cache_fields(layer, shape), "heads": num_heads}
+        fields |= {"groups": shape.num_selections}
+        fields |= {"block": shape.index_block, "num_local": shape.local_blocks}
         scores: tuple[Value, ...] = ()
-        if q is not None and weights is not None:
-            scores = (self._record(Code.INDEX, (q, weights), 1, **fields),)
+        if q is not None:
+            inputs = (q,) if weights is None else (q, weights)
+            scores = (self._record(Code.INDEX, inputs, 1, **fields),)
             self.steps[-1].cache = "read"
             self.index_dims.add(q.width // num_heads)
         self.selected, count = Value(1), int(q is not None)
@@ -437,6 +450,7 @@ def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
     is_latent = int(shape.latent_dim is not None)
     return {
         "layer": layer,
+        "kv_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "value_dim": shape.value_dim,
         "is_latent": is_latent,

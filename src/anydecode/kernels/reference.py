@@ -8,7 +8,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -185,7 +185,14 @@ class ReferenceBackend(Backend):
         bound = self._rows()
         return bound.positions, bound.max_position
 
-    def store(self, k: torch.Tensor, v: torch.Tensor | None, layer: int, shape: Attention) -> None:
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        layer: int,
+        shape: Attention,
+        index_key: torch.Tensor | None = None,
+    ) -> None:
         bound = self._rows()
         keys, values = self._stored(layer)
         slots = bound.rows.slots[bound.index]
@@ -196,9 +203,11 @@ class ReferenceBackend(Backend):
         format = bound.cache.format
         keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
         if v is not None:
-            size = shape.value_dim if shape.latent_dim is None else shape.index_dim or 0
-            encoded = _encode(format, v[stored_rows].view(*heads, size))
-            values[target, :, : encoded.shape[-1]] = encoded
+            encoded = _encode(format, v[stored_rows].view(*heads, shape.value_dim))
+            values[target, : shape.num_kv_heads, : encoded.shape[-1]] = encoded
+        if index_key is not None:
+            encoded = _encode(format, index_key[stored_rows])
+            values[target, -1, : encoded.shape[-1]] = encoded
 
     def select(
         self,
@@ -208,11 +217,12 @@ class ReferenceBackend(Backend):
         layer: int,
         shape: Attention,
     ) -> None:
-        if q is None or weights is None:
+        if q is None:
             return
         bound, dim, top_k = self._rows(), shape.index_dim, shape.top_k
         assert dim is not None and top_k is not None, "the shape has an indexer"
-        keys = self._stored(layer)[1]
+        keys = self._stored(layer)[1][:, -1:]
+        width = stored_width(bound.cache.format, dim)
         for group in _row_groups(bound, num_heads * dim):
             seen = lengths(bound.rows, bound.index[group])
             if seen.max(initial=0) <= top_k:
@@ -220,23 +230,28 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             table = torch.from_numpy(visible.slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
-            key = _decode(bound.cache.format, keys[table.clamp(min=0)], dim).swapaxes(1, 2)
-            products = elementary.tree_sum(q[index].view(len(group), num_heads, 1, dim) * key)
-            parts = products.clamp(min=0.0) * weights[index].unsqueeze(-1)
-            scores = elementary.tree_sum(parts, -2).masked_fill(table < 0, float("-inf"))
-            chosen = np.sort(as_numpy(_first(scores, top_k)), axis=1)
-            for row, count, positions in zip(bound.index[group], seen, chosen, strict=True):
+            key = _decode(bound.cache.format, keys[table.clamp(min=0)][..., :width], dim)
+            queries = q[index].view(len(group), num_heads, 1, dim)
+            scores = elementary.tree_sum(queries * key.swapaxes(1, 2))
+            if weights is not None:
+                parts = scores.clamp(min=0.0) * weights[index].unsqueeze(-1)
+                scores = elementary.tree_sum(parts, -2).unsqueeze(1)
+            scores = scores.masked_fill((table < 0).unsqueeze(1), float("-inf"))
+            positions = bound.positions[index] // shape.index_block
+            chosen = as_numpy(_chosen_positions(scores, positions, shape))
+            for row, count, found in zip(bound.index[group], seen, chosen, strict=True):
                 if count > top_k:
-                    bound.selected[int(row)] = positions
+                    bound.selected[int(row)] = found
 
-    def _selected_slots(self, rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def _selected_slots(self, rows: np.ndarray, slots: np.ndarray, selection: int) -> np.ndarray:
         """The slots `[m, width]` of rows of the pass; of those with selected positions only these,
         in order."""
         selected = self._rows().selected
         slots = slots.copy()
         for row, own in zip(rows.tolist(), slots, strict=True):
             if row in selected:
-                found = own[selected[row]]
+                positions = selected[row][selection]
+                found = own[positions[positions < len(own)]]
                 own[:] = -1
                 own[: len(found)] = found
         return slots
@@ -255,8 +270,43 @@ class ReferenceBackend(Backend):
         sinks: np.ndarray | None = None,
         biases: Biases | None = None,
     ) -> torch.Tensor:
+        if shape.num_selections > 1:
+            return self._attend_by_selection(q, layer, shape, sinks)
+        return self._attend_heads(q, layer, shape, sinks, biases)
+
+    def _attend_by_selection(
+        self, q: torch.Tensor, layer: int, shape: Attention, sinks: np.ndarray | None
+    ) -> torch.Tensor:
+        """Attention whose heads have several selections, one after the other."""
+        count = shape.num_selections
+        heads, kv_heads = shape.num_heads // count, shape.num_kv_heads // count
+        part = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
+        found = [
+            self._attend_heads(
+                queries,
+                layer,
+                part,
+                None if sinks is None else sinks[number * heads : (number + 1) * heads],
+                None,
+                number,
+            )
+            for number, queries in enumerate(q.chunk(count, -1))
+        ]
+        return torch.cat(found, -1)
+
+    def _attend_heads(
+        self,
+        q: torch.Tensor,
+        layer: int,
+        shape: Attention,
+        sinks: np.ndarray | None,
+        biases: Biases | None,
+        selection: int = 0,
+    ) -> torch.Tensor:
+        """Attention of the heads of one selection."""
         bound = self._rows()
-        keys, values = self._stored(layer)
+        heads = slice(selection * shape.num_kv_heads, (selection + 1) * shape.num_kv_heads)
+        keys, values = (stored[:, heads] for stored in self._stored(layer))
         format = bound.cache.format
         out = q.new_empty(len(q), shape.num_heads * shape.value_dim)
         sink_scores = None if sinks is None else self._vector(sinks)
@@ -264,7 +314,7 @@ class ReferenceBackend(Backend):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             slots = visible.slots
             if shape.top_k is not None:
-                slots = self._selected_slots(bound.index[group], slots)
+                slots = self._selected_slots(bound.index[group], slots, selection)
             table = torch.from_numpy(slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
             if isinstance(biases, RelativePositions):
@@ -633,6 +683,20 @@ def _row_groups(bound: _BoundRows, per_position: int) -> Iterator[np.ndarray]:
             stop += 1
         yield order[start:stop]
         start = stop
+
+
+def _chosen_positions(scores: torch.Tensor, own: torch.Tensor, shape: Attention) -> torch.Tensor:
+    """The selected positions `[m, selections, top_k]`, in order, from scores `[m, selections,
+    width]` and the block of each row's own position."""
+    size, width = shape.index_block, scores.shape[-1]
+    assert shape.top_k is not None, "the shape has an indexer"
+    padded = torch.nn.functional.pad(scores, (0, -width % size), value=float("-inf"))
+    best = padded.reshape(*padded.shape[:-1], -1, size).amax(-1)
+    behind = own[:, None, None] - torch.arange(best.shape[-1], device=scores.device)
+    best = best.masked_fill((behind >= 0) & (behind < shape.local_blocks), float("inf"))
+    count = shape.top_k // size
+    blocks = _first(best.flatten(0, 1), count).sort(-1).values.view(*best.shape[:2], count, 1)
+    return (blocks * size + torch.arange(size, device=scores.device)).flatten(-2)
 
 
 def _encode(format: str, x: torch.Tensor) -> torch.Tensor:

@@ -177,22 +177,23 @@ class LatentWeights:
 class IndexerWeights:
     """The weights of an indexer, see `IndexerSpec`.
 
-    `query` reads the normed inner numbers of `LayerSpec.low_rank_query`; `key` and `weights`, which
-    gives one number per head, read the attention's inputs. The norm of keys is a layer norm,
-    float32 `[head_dim]`.
+    `query` reads the normed inner numbers of `LayerSpec.low_rank_query`, or the attention's inputs
+    where there are none; `key` and `weights`, which gives one number per head, read these too. The
+    norms are float32 `[head_dim]`: of keys with a bias and `weights`, of keys and queries without.
     """
 
     query: Linear
     key: Linear
-    weights: Linear
     norm: np.ndarray
-    norm_bias: np.ndarray
+    weights: Linear | None = None
+    norm_bias: np.ndarray | None = None
+    query_norm: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix."""
         linears = (self.query, self.key, self.weights)
-        return [weight for linear in linears for weight in linear.matrices]
+        return [weight for linear in linears if linear is not None for weight in linear.matrices]
 
 
 @dataclass(eq=False)
@@ -704,7 +705,7 @@ class Network:
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         assert spec.attention is not None
         k, v = self._keys_values(backend, x, spec, weights, spec.attention)
-        backend.store(k, v, index, spec.attention)
+        self._store(backend, x, (k, v), spec, weights, index)
         return x
 
     def propagating_layer(self, backend: Backend, x: Any, index: int) -> Any:
@@ -720,7 +721,7 @@ class Network:
             self._ungated(backend, y, spec.recurrence, weights.recurrent, index)
         if spec.attention is not None and spec.cache_layer is None:
             k, v = self._keys_values(backend, y, spec, weights, spec.attention)
-            backend.store(k, v, index, spec.attention)
+            self._store(backend, y, (k, v), spec, weights, index)
         return x
 
     def skipping_layers(self, skipped: SkippedParts) -> Callable[[Backend, Any, int], Any]:
@@ -982,7 +983,8 @@ class Network:
         assert shape is not None and weights.output is not None
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
-        q = self._queries(backend, _query_inputs(backend, x, spec, weights), spec, weights)
+        inputs = _query_inputs(backend, x, spec, weights)
+        q = self._queries(backend, inputs, spec, weights)
         if weights.differential is not None:
             q = weights.differential.queries(backend, q, shape)
         biases: Biases | None = weights.distance_biases
@@ -990,8 +992,8 @@ class Network:
         if spec.cache_layer is not None:
             y = backend.attend(q, spec.cache_layer, shape, weights.sinks, biases)
         else:
-            k, v = self._keys_values(backend, x, spec, weights, shape)
-            y = backend.attention(q, k, v, index, shape, weights.sinks, biases)
+            keys = self._keys_values(backend, x, spec, weights, shape)
+            y = self._attend(backend, x, inputs, q, keys, spec, weights, index, biases)
         if weights.differential is not None:
             y = weights.differential.combine(backend, y, shape)
         if weights.attention_gate is not None:
@@ -1033,38 +1035,60 @@ class Network:
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
         rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
         k = backend.join(k, rotary)
-        if shape.top_k is None:
-            y = backend.attention(q, k, None, index, shape, weights.sinks)
-        else:
-            self._select(backend, x, inputs, k, spec, weights, index)
-            y = backend.attend(q, index, shape, weights.sinks)
+        y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
         return weights.output.apply(backend, backend.grouped_linear(y, latent.values))
 
-    def _select(
+    def _attend(
         self,
         backend: Backend,
         x: Any,
         inputs: Any,
-        k: Any,
+        q: Any,
+        keys_values: tuple[Any, Any | None],
+        spec: LayerSpec,
+        weights: LayerWeights,
+        index: int,
+        biases: Biases | None = None,
+    ) -> Any:
+        """Store the keys and values and attend to those of all positions, or of those that an
+        indexer selects; `inputs` are those of the query matrix."""
+        shape, indexer = spec.attention, weights.indexer
+        assert shape is not None
+        if shape.top_k is None:
+            return backend.attention(q, *keys_values, index, shape, weights.sinks, biases)
+        self._store(backend, x, keys_values, spec, weights, index)
+        if spec.indexer is None or indexer is None:
+            backend.select(None, None, 1, index, shape)
+        else:
+            heads = spec.indexer.num_heads
+            query = indexer.query.apply(backend, inputs)
+            if indexer.query_norm is not None:
+                query = backend.rms_norm(query, indexer.query_norm, spec.indexer.norm_eps, heads)
+            query = query if spec.rope is None else backend.rope(query, heads, spec.rope)
+            factors = None if indexer.weights is None else indexer.weights.apply(backend, x)
+            backend.select(query, factors, heads, index, shape)
+        return backend.attend(q, index, shape, weights.sinks, biases)
+
+    @staticmethod
+    def _store(
+        backend: Backend,
+        x: Any,
+        keys_values: tuple[Any, Any | None],
         spec: LayerSpec,
         weights: LayerWeights,
         index: int,
     ) -> None:
-        """Store the keys k and those of the indexer, and select the positions to attend to."""
-        shape, indexer = spec.attention, weights.indexer
-        assert shape is not None
-        if spec.indexer is None or indexer is None:
-            backend.store(k, None, index, shape)
-            backend.select(None, None, 1, index, shape)
-            return
-        heads, rope = spec.indexer.num_heads, spec.rope
-        key = indexer.key.apply(backend, x)
-        key = backend.layer_norm(key, indexer.norm, indexer.norm_bias, spec.indexer.norm_eps)
-        q = indexer.query.apply(backend, inputs)
-        if rope is not None:
-            key, q = backend.rope(key, 1, rope), backend.rope(q, heads, rope)
-        backend.store(k, key, index, shape)
-        backend.select(q, indexer.weights.apply(backend, x), heads, index, shape)
+        """Store the keys and values of a layer, and the keys that its indexer makes of x."""
+        assert spec.attention is not None
+        key, indexer = None, weights.indexer
+        if spec.indexer is not None and indexer is not None:
+            key, eps = indexer.key.apply(backend, x), spec.indexer.norm_eps
+            if indexer.norm_bias is None:
+                key = backend.rms_norm(key, indexer.norm, eps)
+            else:
+                key = backend.layer_norm(key, indexer.norm, indexer.norm_bias, eps)
+            key = key if spec.rope is None else backend.rope(key, 1, spec.rope)
+        backend.store(*keys_values, index, spec.attention, key)
 
     def _positioned(
         self,
@@ -1412,7 +1436,7 @@ def _check_attention(
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
         _check_latent(prefix, spec.latent, shape, layer.latent)
-        _check_indexer(prefix, spec, layer.indexer, width)
+    _check_indexer(prefix, spec, layer.indexer, width)
     has_own_keys = spec.cache_layer is None
     if not has_own_keys:
         del sizes["key"]
@@ -1490,15 +1514,19 @@ def _check_indexer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an indexer")
     if spec.indexer is None or weights is None:
         return
-    assert spec.low_rank_query is not None, "checked by `ModelSpec`"
     heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
-    for name, linear, size in (
-        ("query", weights.query, (heads * dim, spec.low_rank_query.rank)),
-        ("key", weights.key, (dim, width)),
-        ("weights", weights.weights, (heads, width)),
-    ):
-        _check_linear(f"{prefix}the indexer's {name}", linear, size)
-    for vector in (weights.norm, weights.norm_bias):
+    inner = width if spec.low_rank_query is None else spec.low_rank_query.rank
+    _check_linear(f"{prefix}the indexer's query", weights.query, (heads * dim, inner))
+    _check_linear(f"{prefix}the indexer's key", weights.key, (dim, width))
+    vectors = [weights.norm]
+    if spec.indexer.has_weights:
+        assert weights.weights is not None and weights.norm_bias is not None
+        _check_linear(f"{prefix}the indexer's weights", weights.weights, (heads, width))
+        vectors.append(weights.norm_bias)
+    else:
+        assert weights.query_norm is not None
+        vectors.append(weights.query_norm)
+    for vector in vectors:
         _check_vector(f"{prefix}the indexer's norm", vector, dim)
 
 

@@ -178,6 +178,8 @@ def _triton_executor(
             missing = "linear biases of attention (ALiBi)"
         elif any(shape.latent_dim is not None for shape in shapes):
             missing = "latent attention (DeepSeek)"
+        elif any(shape.top_k is not None for shape in shapes):
+            missing = "attention to selected positions (MiniMax-M3)"
         elif any(shape.value_size is not None for shape in shapes):
             missing = "values of fewer numbers than keys (MiMo-V2)"
         elif any(shape.chunk is not None for shape in shapes):

@@ -118,25 +118,29 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """An indexer of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv:2512.02556).
+    """An indexer of sparse attention (DeepSeek-V3.2, arXiv:2512.02556; MiniMax-M3).
 
     It selects the `Attention.top_k` positions that a row attends to, see `Backend.select`.
 
-    Queries and keys have the layer's rotary position embedding. The published code multiplies both
-    by the same orthogonal matrix (Hadamard), which does not change their products, and rounds them
-    to eight bits.
+    Queries and keys have the layer's rotary position embedding. DeepSeek's published code
+    multiplies both by the same orthogonal matrix (Hadamard), which does not change their products,
+    and rounds them to eight bits.
 
     Attributes:
         num_heads: Heads, which share one key.
         head_dim: Numbers of a query and of the key, a multiple of 8.
         interleaved_rope: Whether checkpoints store rows for rotary pairs (2i, 2i + 1) (GLM-5).
-        norm_eps: Of the layer norm of keys.
+        norm_eps: Of the norm of keys, and of queries.
+        has_weights: Whether the heads' scores are weighted and added, and keys have a layer norm.
+            Else each head selects for its part of the key heads (MiniMax-M3), and both keys and
+            queries have an RMS norm.
     """
 
     num_heads: int
     head_dim: int
     interleaved_rope: bool = False
     norm_eps: float = 1e-6
+    has_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -652,6 +656,7 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
 def _check_layer(prefix: str, layer: LayerSpec) -> None:
     if layer.attention is not None:
         _check_attention(prefix, layer.attention)
+        _check_selected(prefix, layer, layer.attention)
     if layer.recurrence is not None:
         _check_recurrence(prefix, layer.recurrence)
     if layer.latent is not None or (layer.attention and layer.attention.latent_dim is not None):
@@ -754,13 +759,16 @@ def _check_cache_layer(prefix: str, layers: tuple[LayerSpec, ...], index: int) -
 
 
 def _check_selection(prefix: str, layers: tuple[LayerSpec, ...], index: int) -> None:
-    """The layers with a `top_k` have the same one, and the first of them has an indexer."""
+    """The layers with a `top_k` have the same one and as many selections, and the first of them has
+    an indexer."""
     shapes = [layer.attention for layer in layers[: index + 1] if layer.attention is not None]
-    sizes = [shape.top_k for shape in shapes if shape.top_k is not None]
-    if not sizes or layers[index].attention is not shapes[-1] or shapes[-1].top_k is None:
+    selecting = [shape for shape in shapes if shape.top_k is not None]
+    if not selecting or layers[index].attention is not selecting[-1]:
         return
-    if len(set(sizes)) > 1:
-        raise refusal(f"{prefix}top_k", sizes[-1], f"{sizes[0]}, as in earlier layers")
+    for name in ("top_k", "num_selections"):
+        own, first = getattr(selecting[-1], name), getattr(selecting[0], name)
+        if own != first:
+            raise refusal(f"{prefix}{name}", own, f"{first}, as in earlier layers")
     if all(layer.indexer is None for layer in layers[: index + 1]):
         raise ConfigError(f"{prefix}there is no indexer in this layer or an earlier one")
 
@@ -839,27 +847,52 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
     if latent.growth is not None:
         _check_rope(prefix, latent.growth, latent.key_dim)
-    if shape.top_k is not None:
-        integer(f"{prefix}top_k", shape.top_k, 1, MAX_TOKENS)
-    if layer.indexer is not None:
-        _check_indexer(prefix, layer, layer.indexer, shape)
-    elif shape.index_dim is not None:
-        raise refusal(f"{prefix}index_dim", shape.index_dim, "None without an indexer")
     names = ("qk_norm", "attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 
 
+def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
+    """Check attention to selected positions."""
+    if shape.top_k is not None:
+        integer(f"{prefix}top_k", shape.top_k, 1, MAX_TOKENS)
+        size = integer(f"{prefix}index_block", shape.index_block, 1, shape.top_k)
+        if shape.top_k % size:
+            raise refusal(f"{prefix}top_k", shape.top_k, f"a multiple of the block, {size}")
+        integer(f"{prefix}local_blocks", shape.local_blocks, 0, shape.top_k // size)
+        count = integer(f"{prefix}num_selections", shape.num_selections, 1, shape.num_kv_heads)
+        if shape.num_kv_heads % count:
+            allowed = f"a divisor of the {shape.num_kv_heads} key heads"
+            raise refusal(f"{prefix}num_selections", count, allowed)
+        others = (shape.window, shape.chunk, shape.slopes, layer.cache_layer)
+        has_others = any(other is not None for other in others) or layer.is_differential
+        if has_others or layer.bias_reach or layer.has_relative_positions:
+            raise ConfigError(
+                f"{prefix}attention to selected positions has no window, no biases and keys of its"
+                " own"
+            )
+    if layer.indexer is not None:
+        _check_indexer(prefix, layer, layer.indexer, shape)
+    elif shape.index_dim is not None:
+        raise refusal(f"{prefix}index_dim", shape.index_dim, "None without an indexer")
+
+
 def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: Attention) -> None:
-    if shape.top_k is None or layer.low_rank_query is None:
+    if shape.top_k is None or (indexer.has_weights and layer.low_rank_query is None):
         raise ConfigError(f"{prefix}an indexer lacks one of top_k and low_rank_query")
+    num_selections = 1 if indexer.has_weights else indexer.num_heads
+    if shape.num_selections != num_selections:
+        raise refusal(f"{prefix}num_selections", shape.num_selections, f"{num_selections}")
     integer(f"{prefix}the indexer's heads", indexer.num_heads, 1, MAX_COUNT)
     integer(f"{prefix}the indexer's head_dim", indexer.head_dim, 1, MAX_COUNT)
     integer(f"{prefix}the indexer's heads * head_dim", indexer.num_heads * indexer.head_dim)
     number(f"{prefix}the indexer's norm_eps", indexer.norm_eps, 0.0, 1.0)
     if indexer.head_dim % 8 or shape.index_dim != indexer.head_dim:
         allowed = f"a multiple of 8, and index_dim ({shape.index_dim})"
+        raise refusal(f"{prefix}the indexer's head_dim", indexer.head_dim, allowed)
+    if layer.latent is None and indexer.head_dim > shape.head_dim:
+        allowed = f"at most {shape.head_dim}, the numbers of a head"
         raise refusal(f"{prefix}the indexer's head_dim", indexer.head_dim, allowed)
     if layer.rope is not None:
         _check_rope(prefix, layer.rope, indexer.head_dim)

@@ -199,15 +199,6 @@ def test_minimax_text_01(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_sparse_attention_of_minimax_m3_limits_the_context() -> None:
-    """A row of more positions than the indexer selects would have to attend to some of them."""
-    config = checkpoint_of(model_of("minimax m3")).config
-    assert spec_from_config(config).max_positions == 128
-    assert spec_from_config(config, max_positions=100).max_positions == 100
-    with pytest.raises(CheckpointError, match="max_positions is 129; allowed is 128 at most"):
-        spec_from_config(config, max_positions=129)
-
-
 def test_minimax_m3(tmp_path: Path) -> None:
     """The sizes and the indexer under other keys, and layers with experts as flags."""
     family, settings = parity_module("test_parity").CASES["minimax m3"]
@@ -218,10 +209,18 @@ def test_minimax_m3(tmp_path: Path) -> None:
         **{key: value for key, value in stored.config.items() if key not in keys},
         "hidden_act": "swigluoai",
         "sparse_attention_config": {
-            "sparse_block_size": 16,
-            "sparse_topk_blocks": 8,
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 8,
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 3,
+            "sparse_local_block": 1,
             "sparse_attention_freq": [0, 1, 1, 0],
         },
     }
+    for name in list(stored.tensors):
+        if ".indexer." in name:
+            stored.tensors[name.replace(".indexer.", ".index_")] = stored.tensors.pop(name)
     check(model, stored)
-    assert spec_from_config(stored.config).max_positions == 128
+    stored.config["sparse_attention_config"]["sparse_attention_freq"] = [0, 1]
+    with pytest.raises(CheckpointError, match="sparse_attention_freq is .* each of 4 layers"):
+        spec_from_config(stored.config)

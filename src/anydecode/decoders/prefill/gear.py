@@ -92,11 +92,13 @@ class Gear(Prefilled):
 
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         check_float(kv_cache)
-        is_latent = any(layer.latent is not None for layer in kv_cache.pool.model.spec.layers)
-        if is_latent or any(not values.shape[-1] for values in kv_cache.pool.cache.values):
+        layers = kv_cache.pool.model.spec.layers
+        has_others = any(layer.latent is not None or layer.indexer is not None for layer in layers)
+        if has_others or any(not values.shape[-1] for values in kv_cache.pool.cache.values):
             raise UnsupportedCombinationError(
                 "gear compresses the keys and values of every layer; this model has layers that"
-                " store one row for both, or that share those of another layer"
+                " store one row for both, that share those of another layer, or that store the keys"
+                " of an indexer too"
             )
         if len(sequence.prompt) > 1:
             yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)

@@ -740,7 +740,10 @@ static void attend_tile(const Plan *plan, const Heads *h, const AttentionPart *a
 
 static Heads tile_heads(const Plan *plan, const Op *op, int tile, int kv_head) {
   const Pass *pass = plan->pass;
-  const int32_t *slots = table_of(pass, op, plan->tile_start[tile]);
+  int row = plan->tile_start[tile], groups = plan->groups;
+  const int32_t *slots = table_of(pass, op, row);
+  if (groups > 1 && pass->table[row] >= plan->first_selected)
+    slots += (int64_t)(kv_head * groups / op->kv_heads) * pass->prefix[row];
   int64_t bytes = cache_head_bytes(pass->cache_format, op->head_dim);
   int64_t offset = op->is_latent ? 0 : kv_head * bytes * pass->num_slots;
   void *const *values = op->is_latent ? pass->keys : pass->values;
@@ -847,10 +850,21 @@ static void store_row(const Pass *pass, const Op *op, int row, const float *k, c
     encode_vector(pass->cache_format, v, op->value_dim, (char *)pass->values[op->layer] + at);
     v += op->value_dim;
   }
-  if (!op->index_dim) return;
-  bytes = cache_head_bytes(pass->cache_format, op->index_dim);
-  encode_vector(pass->cache_format, v, op->index_dim,
-                (char *)pass->values[op->layer] + pass->slots[row] * bytes);
+}
+
+/* The keys of the indexer of a layer follow its heads' values, and have as many bytes in a slot if
+ * there are values. */
+INLINE char *index_keys(const Pass *pass, const Op *op, int64_t *bytes) {
+  *bytes = cache_head_bytes(pass->cache_format, op->is_latent ? op->index_dim : op->head_dim);
+  int heads = op->is_latent ? 0 : op->kv_heads;
+  return (char *)pass->values[op->layer] + heads * *bytes * pass->num_slots;
+}
+
+static void store_index_key(const Pass *pass, const Op *op, int row, const float *key) {
+  if (pass->slots[row] < 0) return;
+  int64_t bytes;
+  char *keys = index_keys(pass, op, &bytes);
+  encode_vector(pass->cache_format, key, op->index_dim, keys + pass->slots[row] * bytes);
 }
 
 #endif

@@ -155,11 +155,11 @@ static void run_row(const Step *s, int r) {
            out + from);
       break;
     case OP_STORE: {
-      int64_t size = op->index_dim ? op->index_dim : (int64_t)op->kv_heads * op->value_dim;
-      const float *v = b ? b + r * size : NULL;
+      const float *v = b ? b + (int64_t)r * op->kv_heads * op->value_dim : NULL;
       store_row(s->pass, op, r, a + from, v);
       break;
     }
+    case OP_STORE_INDEX: store_index_key(s->pass, op, r, a + from); break;
     case OP_STORE_INPUTS: store_inputs(s->pass, op, r, a + from); break;
     case OP_SHIFT: shift_row(s->pass, op, r, a + from, out + to); break;
     case OP_STORED: stored_row(s->pass, op, r, out + to); break;
@@ -279,7 +279,8 @@ static void run(const Plan *plan, int number, int part, int thread) {
       else if (s.op->code == OP_GROUPED_LINEAR) run_grouped_linear(&s, part);
       else if (s.op->code == OP_SCAN) run_scan(&s, part, thread);
       else if (s.op->code == OP_INDEX)
-        index_positions(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->b), part, thread);
+        index_positions(plan, s.op, buffer(&s, s.op->a),
+                        s.op->b == BUFFER_NONE ? NULL : buffer(&s, s.op->b), part, thread);
       else if (s.op->code == OP_ATTEND)
         attend(plan, s.op, buffer(&s, s.op->a), buffer(&s, s.op->out), part, thread);
       else run_experts(&s, stage->phase, part, parts);

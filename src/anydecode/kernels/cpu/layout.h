@@ -28,7 +28,8 @@ enum Code {
   OP_LAYER_NORM, OP_ACTIVATE, OP_ADD_POSITION, OP_GATE_PARTS, OP_STORE_INPUTS, OP_CONVOLVE,
   OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW,
   OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD,
-  OP_SHIFT, OP_STORED, OP_BLOCK_CONVOLVE, OP_INDEX, OP_SELECT
+  OP_SHIFT, OP_STORED, OP_BLOCK_CONVOLVE, OP_INDEX, OP_SELECT,
+  OP_STORE_INDEX
 };
 
 /* interface.py: RULES */
@@ -95,7 +96,8 @@ typedef struct {
   int32_t value_dim, is_latent;
   int32_t chunk, reach; /* chunk: of chunked attention, in positions; 0: none */
   int32_t top_k;        /* positions that each row attends to (selection.h); 0: all that it sees */
-  int32_t index_dim;    /* numbers of an indexer's key, stored in place of values; 0: none */
+  int32_t index_dim;    /* numbers of an indexer's key, stored after the heads' values; 0: none */
+  int32_t block, num_local; /* positions are selected in blocks, of which the last ones always */
   float x, y;
   const Matrix *matrix;
   const float *weight;
@@ -239,7 +241,7 @@ struct Pass {
   Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
   const int32_t *step_limits; /* of a multi-step pass: the maximum number of tokens of each sequence */
   const double *min_probabilities;
-  /* The positions that the last indexer has selected for each row, [rows, top_k], at
+  /* The positions that the last indexer has selected for each row, [rows, groups, top_k], at
    * `selected_rows` if it is not NULL. */
   int32_t *selected;
   const int32_t *selected_rows;
@@ -276,6 +278,8 @@ typedef struct Plan {
   BestToken *best_tokens; /* [num_samples, parts of the last stage]; NULL: no sampling */
   int num_stages, num_tiles, threads;
   int tile_rows; /* of the largest tile */
+  int groups; /* tables from `first_selected` on are as many in a row, for equal parts of key heads */
+  int32_t first_selected;
   Selection *selection; /* NULL: no row sees more positions than it attends to */
 } Plan;
 
@@ -284,10 +288,11 @@ struct Selection {
   Plan plan; /* of attention: the tables of these rows have the slots of the selected positions */
   int32_t *rows;    /* [num_rows], ascending */
   int32_t *number;  /* of each row of the pass: its index in `rows`, or -1 */
-  int32_t *slots;   /* [num_rows, top_k] */
-  uint32_t *orders; /* [num_rows or threads, longest]: the scores, as integers of the same order */
+  int32_t *slots;   /* [num_rows, groups, top_k] */
+  /* [num_rows * groups or threads, longest]: the scores, as integers of the same order */
+  uint32_t *orders;
   int64_t longest;
-  int num_rows, top_k;
+  int num_rows, top_k, groups;
   int is_by_row; /* whether a part of OP_INDEX is a row, not some positions of one */
 };
 

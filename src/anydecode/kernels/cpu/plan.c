@@ -87,9 +87,13 @@ static int plan_selection(Plan *plan) {
   static _Thread_local Pass selected;
   const Pass *pass = plan->pass;
   size_t count = (size_t)pass->num_rows, num_tables = (size_t)pass->num_tables;
-  int top_k = 0, num_rows = 0;
+  int top_k = 0, groups = 1, num_rows = 0;
   int64_t longest = 0;
-  for (int i = pass->first; i < pass->last && !top_k; i++) top_k = pass->ops[i].top_k;
+  for (int i = pass->first; i < pass->last && !top_k; i++) {
+    if (pass->ops[i].code != OP_SELECT) continue;
+    top_k = pass->ops[i].top_k;
+    groups = pass->ops[i].groups;
+  }
   for (int r = 0; r < pass->num_rows && top_k; r++) {
     int32_t seen = seen_positions(pass, r);
     num_rows += seen > top_k;
@@ -97,16 +101,17 @@ static int plan_selection(Plan *plan) {
   }
   if (!num_rows) return 1;
   int is_by_row = plan->threads == 1 || num_rows >= 2 * plan->threads;
-  size_t num_orders = (size_t)longest * (size_t)(is_by_row ? plan->threads : num_rows);
+  size_t num_selections = (size_t)num_rows * (size_t)groups;
+  size_t num_orders = (size_t)longest * (is_by_row ? (size_t)plan->threads : num_selections);
   if (!grow(&rows, (8 * count + 1) * 4) || !grow(&tables, (count + num_tables) * 16) ||
-      !grow(&slots, (size_t)num_rows * (size_t)top_k * 4) || !grow(&orders, num_orders * 4))
+      !grow(&slots, num_selections * (size_t)top_k * 4) || !grow(&orders, num_orders * 4))
     return 0;
   int32_t *ints = rows.data;
   const int32_t **slot_tables = tables.data;
   int64_t *strides = (int64_t *)(slot_tables + count + num_tables);
   selection = (Selection){.rows = ints, .number = ints + count, .slots = slots.data,
                           .orders = orders.data, .longest = longest, .num_rows = num_rows,
-                          .top_k = top_k, .is_by_row = is_by_row};
+                          .top_k = top_k, .groups = groups, .is_by_row = is_by_row};
   int32_t *table = ints + 2 * count, *prefix = table + count, *tail_length = prefix + count;
   selected = *pass;
   selected.tables = slot_tables;
@@ -125,12 +130,14 @@ static int plan_selection(Plan *plan) {
     prefix[r] = is_selected ? top_k : pass->prefix[r];
     tail_length[r] = is_selected ? 0 : pass->tail_length[r];
     if (!is_selected) continue;
-    slot_tables[num_tables + (size_t)number] = selection.slots + (int64_t)number * top_k;
+    slot_tables[num_tables + (size_t)number] = selection.slots + (int64_t)number * groups * top_k;
     strides[num_tables + (size_t)number] = 0;
     selection.rows[number++] = r;
   }
   selection.plan = *plan;
   selection.plan.pass = &selected;
+  selection.plan.groups = groups;
+  selection.plan.first_selected = (int32_t)num_tables;
   selection.plan.tile_start = ints + 5 * count;
   selection.plan.tile_of = ints + 6 * count + 1;
   selection.plan.shared = ints + 7 * count + 1;
@@ -204,6 +211,7 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
       !grow(&shared, rows * 4))
     return 0;
   *plan = (Plan){.pass = pass, .stages = stages.data, .parts = parts.data, .threads = threads,
+                 .groups = 1,
                  .tile_start = tile_start.data, .tile_of = tile_of.data, .shared = shared.data};
   if (pass->first < pass->last) plan_tiles(plan);
   if (!plan_selection(plan)) return 0;

@@ -71,13 +71,18 @@ INLINE int32_t seen_positions(const Pass *pass, int r) {
   return pass->prefix[r] + pass->tail_length[r];
 }
 
+/* Parts of the scores of row r for one selection, if these are divided by positions. */
+INLINE int position_parts(const Pass *pass, int r) {
+  return (seen_positions(pass, r) - 1) / INDEX_POSITIONS + 1;
+}
+
 /* Parts of OP_INDEX. */
 INLINE int index_parts(const Plan *plan) {
   const Selection *selection = plan->selection;
   if (!selection || selection->is_by_row) return selection ? selection->num_rows : 0;
   int parts = 0;
   for (int i = 0; i < selection->num_rows; i++)
-    parts += (seen_positions(plan->pass, selection->rows[i]) - 1) / INDEX_POSITIONS + 1;
+    parts += position_parts(plan->pass, selection->rows[i]) * selection->groups;
   return parts;
 }
 

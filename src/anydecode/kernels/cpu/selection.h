@@ -1,7 +1,9 @@
 /* Attention to selected positions (DeepSeek-V3.2, arXiv:2512.02556). An indexer scores every position
  * that a row sees: the sum over its heads of weight * max(query @ key, 0). A row attends to the top_k
  * positions with the largest scores, of equal ones to the lower, in order of position; and to all
- * positions, without scores, where it sees no more than top_k. */
+ * positions, without scores, where it sees no more than top_k. Without weights each head of the
+ * indexer selects for its part of the key heads, by query @ key (MiniMax-M3). Positions may be
+ * selected in blocks, by the largest score of each, of which a row's last ones always are. */
 #ifndef ANYDECODE_SELECTION_H
 #define ANYDECODE_SELECTION_H
 
@@ -25,11 +27,16 @@ INLINE uint32_t order_of(float score) {
     }                                                                                      \
   }
 
-/* The scores of eight keys. */
+/* The scores of eight keys; without weights those of a single head. */
 static void eight_index_scores(int heads, int size, const float *q, const float *weights,
                                const char *const *key, float *scores) {
   f8 low[MAX_HEADS], high[MAX_HEADS], sum = f8_set(0.0f);
   int at = 0;
+  if (!weights) {
+    eight_scores(F32, 1, q, key, size, low, high);
+    f8_store(scores, f8_join(low[0], high[0]));
+    return;
+  }
   FOR_EACH_TILE(ADD_INDEX_SCORES)
   f8_store(scores, sum);
 }
@@ -40,8 +47,8 @@ static void score_positions(const Pass *pass, const Op *op, int row, const float
                             const float *weights, int first, int last, uint32_t *orders,
                             float *base) {
   int size = op->index_dim;
-  int64_t bytes = cache_head_bytes(pass->cache_format, size);
-  const char *keys = pass->values[op->layer];
+  int64_t bytes;
+  const char *keys = index_keys(pass, op, &bytes);
   Heads h = {0, size, size, size, op->heads, bytes, op, keys, keys, NULL, pass->cache_format};
   Scratch scratch = make_scratch(base, size, 1);
   scratch.format = F32;
@@ -77,11 +84,37 @@ static void choose_positions(const uint32_t *orders, int64_t n, int count, int32
   }
 }
 
+/* The selected positions of a row, in order, from the scores of all that it sees. Those behind the
+ * last one are -1. Overwrites the scores of blocks. */
+static void select_positions(const Pass *pass, const Op *op, int row, uint32_t *orders,
+                             int32_t *positions) {
+  int seen = seen_positions(pass, row), size = op->block;
+  if (size == 1) {
+    choose_positions(orders, seen, op->top_k, positions);
+    return;
+  }
+  int blocks = (seen + size - 1) / size, count = op->top_k / size;
+  for (int i = 0; i < blocks; i++) {
+    uint32_t largest = 0;
+    for (int j = i * size; j < seen && j < (i + 1) * size; j++)
+      largest = orders[j] > largest ? orders[j] : largest;
+    orders[i] = largest;
+  }
+  for (int i = 0, own = pass->positions[row] / size; i < op->num_local; i++)
+    if (own - i >= 0 && own - i < blocks) orders[own - i] = UINT32_MAX;
+  choose_positions(orders, blocks, count, positions);
+  for (int i = count - 1; i >= 0; i--) {
+    int first = positions[i] * size;
+    for (int j = 0; j < size; j++)
+      positions[i * size + j] = first + j < seen ? first + j : -1;
+  }
+}
+
 /* Where the selected positions of row `row` are kept. */
 INLINE int32_t *selected_of(const Plan *plan, int row) {
   const Pass *pass = plan->pass;
   int64_t at = pass->selected_rows ? pass->selected_rows[row] : row;
-  return pass->selected + at * plan->selection->top_k;
+  return pass->selected + at * plan->selection->groups * plan->selection->top_k;
 }
 
 /* Part `part` of OP_INDEX: the scores of some positions of a row, or of all of them, which selects
@@ -90,25 +123,35 @@ static void index_positions(const Plan *plan, const Op *op, const float *q, cons
                             int part, int thread) {
   const Pass *pass = plan->pass;
   const Selection *selection = plan->selection;
-  int number = part, first = 0, row, last;
+  int groups = op->groups, number = part, group = 0, row;
   if (!selection->is_by_row)
     for (number = 0;; number++) {
-      int parts = (seen_positions(pass, selection->rows[number]) - 1) / INDEX_POSITIONS + 1;
-      if (part < parts) break;
-      part -= parts;
+      int parts = position_parts(pass, selection->rows[number]);
+      if (part < groups * parts) {
+        group = part / parts;
+        part %= parts;
+        break;
+      }
+      part -= groups * parts;
     }
   row = selection->rows[number];
-  last = seen_positions(pass, row);
-  int64_t at = selection->is_by_row ? thread : number;
-  uint32_t *orders = selection->orders + at * selection->longest;
+  int64_t size = op->heads / groups * op->index_dim;
+  float *scratch = pass->attention_scratch + thread * pass->attention_scratch_floats;
+  q += (int64_t)row * op->heads * op->index_dim;
+  if (weights) weights += (int64_t)row * op->heads;
   if (!selection->is_by_row) {
-    first = part * INDEX_POSITIONS;
+    uint32_t *orders = selection->orders + ((int64_t)number * groups + group) * selection->longest;
+    int first = part * INDEX_POSITIONS, last = seen_positions(pass, row);
     last = first + INDEX_POSITIONS < last ? first + INDEX_POSITIONS : last;
+    score_positions(pass, op, row, q + group * size, weights, first, last, orders, scratch);
+    return;
   }
-  score_positions(pass, op, row, q + (int64_t)row * op->heads * op->index_dim,
-                  weights + (int64_t)row * op->heads, first, last, orders,
-                  pass->attention_scratch + thread * pass->attention_scratch_floats);
-  if (selection->is_by_row) choose_positions(orders, last, op->top_k, selected_of(plan, row));
+  uint32_t *orders = selection->orders + thread * selection->longest;
+  for (; group < groups; group++) {
+    score_positions(pass, op, row, q + group * size, weights, 0, seen_positions(pass, row), orders,
+                    scratch);
+    select_positions(pass, op, row, orders, selected_of(plan, row) + (int64_t)group * op->top_k);
+  }
 }
 
 /* Find the slots of a row's selected positions. `count`: whether OP_INDEX has scored them for this
@@ -117,16 +160,18 @@ static void select_row(const Plan *plan, const Op *op, int row) {
   const Selection *selection = plan->selection;
   if (!selection || selection->number[row] < 0) return;
   const Pass *pass = plan->pass;
-  int64_t number = selection->number[row];
+  int64_t number = selection->number[row], count = (int64_t)op->groups * op->top_k;
   int32_t *positions = selected_of(plan, row), prefix = pass->prefix[row];
   if (op->count && !selection->is_by_row)
-    choose_positions(selection->orders + number * selection->longest, seen_positions(pass, row),
-                     op->top_k, positions);
-  int32_t *slots = selection->slots + number * op->top_k;
+    for (int i = 0; i < op->groups; i++)
+      select_positions(pass, op, row,
+                       selection->orders + (number * op->groups + i) * selection->longest,
+                       positions + (int64_t)i * op->top_k);
+  int32_t *slots = selection->slots + number * count;
   const int32_t *table = table_of(pass, op, row), *tail = pass->tails + pass->tail_start[row];
-  for (int i = 0; i < op->top_k; i++) {
+  for (int64_t i = 0; i < count; i++) {
     int32_t at = positions[i];
-    slots[i] = at < prefix ? table[at] : tail[at - prefix];
+    slots[i] = at < 0 ? -1 : at < prefix ? table[at] : tail[at - prefix];
   }
 }
 

@@ -15,7 +15,7 @@ from anydecode.models.families.config import is_expert_layer, spec_from_config, 
 from anydecode.models.families.distance_biases import read_distance_biases
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
-from anydecode.models.families.latent import read_latent, read_low_rank_query
+from anydecode.models.families.latent import read_indexer, read_latent, read_low_rank_query
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.sambay import read_differential, read_memory_unit
@@ -354,6 +354,11 @@ class _LayerReader:
             self._read_partial_attention(layer, shape)
         else:
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
+        if self._spec.indexer is not None and layer.indexer is None:
+            name, offset = f"{self._name}.self_attn", self._family.norm_offset
+            layer.indexer = read_indexer(
+                self._reader, self._spec.indexer, name, self._hidden, offset
+            )
         if self._spec.is_differential:
             layer.differential = read_differential(self._reader, self._name, self._index, shape)
         if self._spec.bias_reach:

@@ -201,11 +201,6 @@ def spec_from_config(
         high = MAX_SIZE
         if family.has_position_table:
             high = int_value(config, "max_position_embeddings")
-        if family.dense_positions is not None:
-            high = int_value(config, family.dense_positions)
-            if max_positions > high:
-                allowed = f"{high} at most: sparse attention to longer contexts is not supported"
-                raise refusal("max_positions", max_positions, allowed)
         integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
@@ -421,19 +416,35 @@ def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
     return None
 
 
-def _indexer(config: Config, layer: int) -> IndexerSpec | None:
-    """The indexer of a layer; None if it attends to the positions that an earlier one selects."""
+def _indexed(
+    config: Config, family: Family, layer: int, shape: Attention
+) -> tuple[IndexerSpec | None, Attention]:
+    """The indexer of a layer, if it has one, and its attention to the positions that this one or
+    that of an earlier layer selects."""
     types = list_value(config, "indexer_types", str) or []
     kind = types[layer] if layer < len(types) else None
-    if kind not in ("full", "shared"):
-        raise refusal(f"indexer_types[{layer}]", kind, "full or shared")
-    if kind == "shared":
-        return None
-    return IndexerSpec(
-        int_value(config, "index_n_heads", high=MAX_COUNT),
-        int_value(config, "index_head_dim", high=MAX_COUNT),
-        bool_value(config, "indexer_rope_interleave"),
+    has_weights = family.has_latent_attention
+    allowed = ("full", "shared" if has_weights else "none")
+    if kind not in allowed:
+        raise refusal(f"indexer_types[{layer}]", kind, " or ".join(allowed))
+    if kind == "none":
+        return None, shape
+    size = int_value(config, "index_block_size", 1, high=MAX_TOKENS)
+    shape = replace(
+        shape,
+        top_k=int_value(config, "index_topk"),
+        index_block=size,
+        local_blocks=int_value(config, "index_local_blocks", 0, low=0),
     )
+    if kind == "shared":
+        return None, shape
+    heads = int_value(config, "index_n_heads", high=MAX_COUNT)
+    dim = int_value(config, "index_head_dim", high=MAX_COUNT)
+    shape = replace(shape, index_dim=dim, num_selections=1 if has_weights else heads)
+    indexer = IndexerSpec(heads, dim, bool_value(config, "indexer_rope_interleave"))
+    if not has_weights:
+        indexer = replace(indexer, has_weights=False, norm_eps=_norm_eps(config, family))
+    return indexer, shape
 
 
 def _latent_attention(config: Config) -> Attention:
@@ -551,14 +562,11 @@ def _layers(
         if family.has_latent_attention:
             dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
             attention = _latent_attention(config)
-            if family.has_indexer:
-                indexer = _indexer(config, layer)
-                index_dim = None if indexer is None else indexer.head_dim
-                top_k = int_value(config, "index_topk")
-                attention = replace(attention, top_k=top_k, index_dim=index_dim)
         else:
             dim = head_dim(own)
             attention = _attention(own, family, kind, dim, attention_scale)
+        if family.has_indexer:
+            indexer, attention = _indexed(config, family, layer, attention)
         if family.is_differential:
             attention = _paired(attention)
         rope = rope_of(own, kind, dim)
@@ -760,9 +768,6 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
-    selected = FAMILIES[config["model_type"]].dense_positions
-    if selected is not None:
-        longest = min(longest, int_value(config, selected))
     parameters = _rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))

@@ -185,11 +185,10 @@ class Family:
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
         value_size: The config's key for the numbers of one head's value, where these differ from
             those of its key; None: they are as many.
-        has_indexer: Whether an indexer selects the positions that a row attends to (DeepSeek-V3.2),
-            see `IndexerSpec`. The config's `indexer_types` has "full" for each layer with one.
-        dense_positions: The config's key for the number of positions that sparse attention selects
-            for each row (MiniMax-M3). Contexts are no longer than that, so that it is attention to
-            all. None: attention is not sparse, or has an indexer here.
+        has_indexer: Whether an indexer selects the positions that a row attends to, see
+            `IndexerSpec`: with latent attention one whose heads have weights (DeepSeek-V3.2), else
+            one without (MiniMax-M3). The config's `indexer_types` has "full" for each layer with
+            one, and "none" for layers of the latter kind that attend to all positions.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -255,7 +254,6 @@ class Family:
     has_latent_attention: bool = False
     value_size: str | None = None
     has_indexer: bool = False
-    dense_positions: str | None = None
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False

@@ -53,14 +53,15 @@ def read_latent(
     size = hidden, heads * latent.value_dim
     weights.output = reader.linear(f"{name}.o_proj", size, has_bias)
     if spec.indexer is not None:
-        weights.indexer = _read_indexer(reader, spec, spec.indexer, f"{name}.indexer", hidden)
+        weights.indexer = _read_weighted_indexer(reader, spec, spec.indexer, name, hidden)
 
 
-def _read_indexer(
+def _read_weighted_indexer(
     reader: TensorReader, spec: LayerSpec, indexer: IndexerSpec, name: str, hidden: int
 ) -> IndexerWeights:
     """Read the indexer of a layer; the matrix of its weights in the stored format."""
     assert spec.low_rank_query is not None
+    name = f"{name}.indexer"
     heads, dim = indexer.num_heads, indexer.head_dim
     rank, order = spec.low_rank_query.rank, spec.indexer_order(1)
     queries = reader.linear(
@@ -70,7 +71,32 @@ def _read_indexer(
     weights = reader.matrix(f"{name}.weights_proj", (heads, hidden), keep_format=True)
     norms = [reader.vector(f"{name}.k_norm.{part}", dim) for part in ("weight", "bias")]
     norm, bias = norms if order is None else (vector[order] for vector in norms)
-    return IndexerWeights(queries, keys, Linear(weights), norm, bias)
+    return IndexerWeights(queries, keys, norm, Linear(weights), bias)
+
+
+def read_indexer(
+    reader: TensorReader, spec: IndexerSpec, name: str, hidden: int, norm_offset: float
+) -> IndexerWeights:
+    """Read an indexer without weights of its heads (MiniMax-M3).
+
+    Args:
+        reader: The checkpoint's tensors.
+        spec: The indexer.
+        name: The name of the layer's attention. Names of the published checkpoint begin with
+            `index_`, those of `transformers` with `indexer.`.
+        hidden: The hidden size.
+        norm_offset: Added to stored norm weights.
+    """
+    prefix = f"{name}.index_" if reader.has(f"{name}.index_q_proj.weight") else f"{name}.indexer."
+    dim = spec.head_dim
+    query, key = (
+        reader.linear(f"{prefix}{part}_proj", (size, hidden), False)
+        for part, size in (("q", spec.num_heads * dim), ("k", dim))
+    )
+    query_norm, norm = (
+        reader.vector(f"{prefix}{part}_norm.weight", dim, norm_offset) for part in "qk"
+    )
+    return IndexerWeights(query, key, norm, query_norm=query_norm)
 
 
 def read_low_rank_query(

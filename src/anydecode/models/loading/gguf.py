@@ -42,7 +42,6 @@ from anydecode.models.loading.gguf_names import (
     STACKS,
     UNUSED_IN_FIRST,
     VECTORS,
-    WITHOUT_INDEXER,
     WITHOUT_NEXTN,
     is_own_vector,
 )
@@ -142,8 +141,6 @@ def _convert(
         is_extra = layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         if is_extra and architecture in WITHOUT_NEXTN:
-            return []
-        if architecture in WITHOUT_INDEXER and part.startswith("indexer."):
             return []
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:

@@ -300,8 +300,12 @@ def minimax_m3(keys: Keys, config: dict[str, Any]) -> None:
     size = keys.count("attention.indexer.block_size", 128)
     config |= {
         "shared_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+        "index_n_heads": keys.count("attention.indexer.head_count", 4),
+        "index_head_dim": keys.count("attention.indexer.key_length", 128),
         "index_block_size": size,
         "index_topk_blocks": keys.count("attention.indexer.top_k", 16),
+        "index_local_blocks": keys.count("attention.indexer.local_blocks", 1, low=0),
+        "indexer_types": _indexer_types(keys, config, "indexer.q_proj", "none"),
     }
     _derive(config)
 
@@ -386,8 +390,13 @@ def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
     config["index_topk"] = keys.count("attention.indexer.top_k")
     config["index_n_heads"] = keys.count("attention.indexer.head_count")
     config["index_head_dim"] = keys.count("attention.indexer.key_length")
-    config["indexer_types"] = [
-        "full" if f"blk.{layer}.indexer.attn_k.weight" in keys.file.tensors else "shared"
+    config["indexer_types"] = _indexer_types(keys, config, "indexer.attn_k", "shared")
+
+
+def _indexer_types(keys: Keys, config: dict[str, Any], part: str, other: str) -> list[str]:
+    """ "full" for each layer with the tensor `part` of an indexer, `other` for those without."""
+    return [
+        "full" if f"blk.{layer}.{part}.weight" in keys.file.tensors else other
         for layer in range(config["num_hidden_layers"])
     ]
 

@@ -136,6 +136,11 @@ _INDEXER = {
     "indexer.k_norm": "self_attn.indexer.k_norm",
     "indexer.proj": "self_attn.indexer.weights_proj",
 }
+#: MiniMax-M3's.
+_BLOCK_INDEXER = {
+    f"indexer.{part}": f"self_attn.indexer.{part}"
+    for part in ("q_proj", "k_proj", "q_norm", "k_norm")
+}
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
@@ -229,10 +234,8 @@ OVERRIDES = {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
     },
-    **dict.fromkeys(
-        ("dots1", "bailingmoe", "exaone-moe", "cohere2moe", "minimax-m3"),
-        _shared("shared_experts"),
-    ),
+    **dict.fromkeys(("dots1", "bailingmoe", "exaone-moe", "cohere2moe"), _shared("shared_experts")),
+    "minimax-m3": {**_shared("shared_experts"), **_BLOCK_INDEXER},
     "laguna": {"attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
     "step35": {"attn_gate": "self_attn.gate_proj", **_shared("share_expert")},
     **dict.fromkeys(
@@ -349,8 +352,6 @@ WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
     *("step35", "cohere2moe"),
 )
-#: Architectures with sparse attention, whose contexts are so short that it is attention to all.
-WITHOUT_INDEXER = ("minimax-m3",)
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")

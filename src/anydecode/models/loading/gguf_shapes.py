@@ -69,6 +69,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         kind = layer_types[layer]
         matrices, vectors = _attention_shapes(architecture, own)
         vectors |= _norm_shapes(config, layer)
+        if config.get("indexer_types", [])[layer : layer + 1] == ["full"]:
+            more_matrices, more_vectors = _indexer_shapes(config)
+            matrices, vectors = matrices | more_matrices, vectors | more_vectors
         if sources and sources[layer] is not None:
             matrices = {x: shape for x, shape in matrices.items() if x[-6:] not in _KEYS_VALUES}
             del vectors["self_attn.k_norm"]
@@ -193,6 +196,22 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     return matrices, norms
 
 
+def _indexer_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
+    """The shapes of the matrices and of the norms of an indexer."""
+    hidden, count, dim = (config[key] for key in ("hidden_size", "index_n_heads", "index_head_dim"))
+    matrices: dict[str, Shape]
+    if not FAMILIES[config["model_type"]].has_latent_attention:
+        sizes = {"q": count * dim, "k": dim}
+        matrices = {f"self_attn.indexer.{x}_proj": (n, hidden) for x, n in sizes.items()}
+        return matrices, {f"self_attn.indexer.{x}_norm": dim for x in sizes}
+    matrices = {
+        "self_attn.indexer.wq_b": (count * dim, config["q_lora_rank"]),
+        "self_attn.indexer.wk": (dim, hidden),
+        "self_attn.indexer.weights_proj": (count, hidden),
+    }
+    return matrices, {"self_attn.indexer.k_norm": dim}
+
+
 def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
     """The same of latent attention."""
     hidden, heads, rank = (
@@ -215,14 +234,6 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
             "self_attn.q_b_proj": (query, inner),
         }
         norms["self_attn.q_a_layernorm"] = inner
-    if FAMILIES[config["model_type"]].has_indexer:
-        count, dim = config["index_n_heads"], config["index_head_dim"]
-        matrices |= {
-            "self_attn.indexer.wq_b": (count * dim, inner),
-            "self_attn.indexer.wk": (dim, hidden),
-            "self_attn.indexer.weights_proj": (count, hidden),
-        }
-        norms["self_attn.indexer.k_norm"] = dim
     if config["has_stacked_heads"]:
         for head in range(heads):
             matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)

@@ -1,9 +1,7 @@
 """MiniMax-M3 (MiniMax, 2026): MiniMax-M2 with norms of single heads, shared experts and clamped
 activations.
 
-An indexer selects the blocks of positions that a row attends to. As long as there are no more than
-it selects, a row attends to all of them. Contexts are limited to that length, and the indexer is
-not read.
+An indexer selects the blocks of positions that a row attends to, for each key head by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from anydecode.models.families.values import (
 from anydecode.models.limits import refusal
 
 _FREQUENCY = "moe_layer_freq"
+#: The type of layers with an indexer.
+_SPARSE = "minimax_m3_sparse"
 
 
 def _dense_layers(config: Config) -> dict[str, Any]:
@@ -39,17 +39,37 @@ def _dense_layers(config: Config) -> dict[str, Any]:
     return {"mlp_only_layers": dense, _FREQUENCY: None}
 
 
+def _indexers(config: Config) -> dict[str, Any]:
+    """The sizes of the indexers, and which layers have one."""
+    sparse, count = mapping_value(config, "sparse_attention_config"), num_layers(config)
+    found: dict[str, Any] = {
+        key: int_value(sparse, own, int_value(config, key, default, low=low), low=low)
+        for key, own, default, low in (
+            ("index_n_heads", "sparse_num_index_heads", 4, 1),
+            ("index_head_dim", "sparse_index_dim", 128, 1),
+            ("index_block_size", "sparse_block_size", 128, 1),
+            ("index_topk_blocks", "sparse_topk_blocks", 16, 1),
+            ("index_local_blocks", "sparse_local_block", 1, 0),
+        )
+    }
+    found["index_topk"] = found["index_block_size"] * found["index_topk_blocks"]
+    types = list_value(config, "layer_types", str)
+    flags = list_value(sparse, "sparse_attention_freq", int) or [0] * count
+    if types is None and len(flags) < count:
+        raise refusal("sparse_attention_freq", flags, f"0 or 1 for each of {count} layers")
+    has_indexer = flags if types is None else [kind == _SPARSE for kind in types]
+    names = ["full" if one else "none" for one in has_indexer]
+    return {**found, "indexer_types": list_value(config, "indexer_types", str) or names}
+
+
 def _layers(config: Config) -> dict[str, Any]:
-    """The sizes of its MLPs, and how many positions sparse attention selects."""
-    sparse = mapping_value(config, "sparse_attention_config")
-    size = int_value(sparse, "sparse_block_size", int_value(config, "index_block_size", 128))
-    count = int_value(sparse, "sparse_topk_blocks", int_value(config, "index_topk_blocks", 16))
+    """The sizes of its MLPs, and its indexers."""
     found = {
         "layer_types": [FULL] * num_layers(config),
-        "num_selected_positions": size * count,
         "hidden_act": "silu",
         **_dense_layers(config),
         **rotary_size(config),
+        **_indexers(config),
     }
     if "moe_intermediate_size" not in config:
         found["moe_intermediate_size"] = int_value(config, "intermediate_size")
@@ -67,7 +87,7 @@ FAMILIES = {
         norm_offset=1.0,
         has_clamped_swiglu=True,
         derived=_layers,
-        dense_positions="num_selected_positions",
+        has_indexer=True,
         defaults={"head_dim": 128, "rope_theta": 5e6, "routed_scaling_factor": 2.0},
         moe=MixtureOfExperts(
             scoring="sigmoid",
