@@ -26,7 +26,14 @@ OTHER_REFERENCES = {
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
     "nemotron-nas": "Llama of `transformers`",
-    **dict.fromkeys(("internlm3", "internlm2", "exaone"), "Llama of `transformers`"),
+    **dict.fromkeys(
+        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"),
+        "Llama of `transformers`",
+    ),
+    "baichuan": "Llama of `transformers`, 2 settings; a forward pass in numpy, 2 settings",
+    "orion": "StableLM of `transformers`",
+    "qwen": "Qwen2 of `transformers`",
+    "deepseek": "Qwen2-MoE of `transformers`",
     "qwen3_vl_moe_text": "Qwen3-VL of `transformers`",
     "bailing_moe": "Granite of `transformers`",
     "llama_bidirec": "EuroBERT of `transformers`",
@@ -40,7 +47,10 @@ SAME_AS = {
     "cohere2_moe_rms": "cohere2_moe",
     "step3p5": "laguna",
     "kimi_k2": "deepseek_v3",
-    **dict.fromkeys(("internlm3", "internlm2", "exaone"), "llama"),
+    **dict.fromkeys(("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"), "llama"),
+    "qwen": "qwen2",
+    "orion": "stablelm",
+    "deepseek": "qwen2_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
     "bailing_moe": "granitemoeshared",
     "bailing_moe_v2": "glm4_moe",
@@ -84,6 +94,12 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
         yield model_type(family), architecture, key not in deepseek.NOT_OF_LLAMA_CPP
     yield "rwkv7", "rwkv7", True
     yield "nemotron-nas", "deci", True
+    for name in parity_module("families/test_renamed_llama").FILES:
+        yield name, name, True
+    yield "baichuan", "baichuan", True
+    yield "granite_swa", "granite_swa", True
+    for _ in range(2):
+        yield "granitemoe_swa", "granite_swa", True
     yield "bailing_moe", "bailingmoe", True
     yield "bailing_moe_v2", "bailingmoe2", True
     yield "step3p5", "step35", True

@@ -18,6 +18,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
+from baichuan_models import baichuan_checkpoint
 from nemotron_models import nemotron_checkpoint
 from parity_cases import first_cases
 from rwkv_models import rwkv_checkpoint
@@ -30,6 +31,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "phi4flash": sambay_checkpoint,
     "blockffn": blockffn_checkpoint,
     "step3_text": step3_checkpoint,
+    "baichuan": baichuan_checkpoint,
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }

@@ -143,6 +143,23 @@ def test_the_tokenizer_of_kimi(tmp_path: Path) -> None:
         written(tmp_path, KIMI, tiktoken=b"".join([*lines, b"AAAA 900\n"]))
 
 
+def test_the_tokenizer_of_qwen(tmp_path: Path) -> None:
+    """Texts are normalised to NFC; the special tokens follow the vocabulary."""
+    ranks = tiktoken()
+    lines = [base64.b64encode(word) + b" %d\n" % rank for word, rank in ranks.items()]
+    (tmp_path / "qwen.tiktoken").write_bytes(b"".join(lines))
+    found = HFTokenizer.from_folder(tmp_path)
+    assert found is not None
+    words = ["Hello", " world", "'s", " ", "1", "2", "3", " é"]
+    expected = [token for word in words for token in merged(word.encode(), ranks)]
+    assert found.encode("Hello world's 123 e\u0301") == expected
+    first = len(ranks)
+    assert found.encode("<|endoftext|><|im_start|><|im_end|>") == [first, first + 1, first + 2]
+    assert found.encode("<|extra_0|><|extra_204|>") == [first + 3, first + 207]
+    assert found.vocab_size == first + 208
+    assert found.decode(expected) == "Hello world's 123 é"
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -215,6 +215,37 @@ KIMI_METADATA: dict[str, Any] = {
     "ssm.conv_kernel": 4,
     "kda.head_dim": 16,
 }
+LING_3: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "layer_group_size": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kda_lower_bound": -3.0,
+}
+LING_METADATA: dict[str, Any] = {
+    **KIMI_METADATA,
+    "attention.head_count_kv": [0, 0, 0, 1],
+    "attention.value_length": None,
+    "expert_shared_feed_forward_length": 24,
+    "kda.safe_gate": True,
+    "kda.gate_lower_bound": -3.0,
+    "nextn_predict_layers": 0,
+}
+#: Architectures that the package does not know, and those whose names of tensors they have.
+NAMED_AS = {"bailingmoe3": "kimi-linear"}
 CASES = {
     "granite hybrid": Case("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_METADATA),
     "granite hybrid experts": Case(
@@ -325,6 +356,7 @@ CASES = {
     ),
     "lfm2 moe": Case("Lfm2Moe", "lfm2moe", LFM2_MOE, LFM2_MOE_METADATA),
     "kimi linear": Case("KimiLinear", "kimi-linear", KIMI_LINEAR, KIMI_METADATA),
+    "ling 3": Case("BailingHybrid", "bailingmoe3", LING_3, LING_METADATA),
 }
 #: Names of `transformers` and those of the checkpoints from which the converter starts.
 RENAMED = {
@@ -356,7 +388,8 @@ def converted(
     num_layers = model.config.num_hidden_layers
     metadata = {**usual_metadata(config, num_layers), **case.metadata, **changes}
     writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
-    names = tensor_names(case.architecture, metadata["block_count"])
+    known = NAMED_AS.get(case.architecture, case.architecture)
+    names = tensor_names(known, metadata["block_count"])
     is_tied = config.get("tie_word_embeddings")
     tensors = {name: parameter.numpy() for name, parameter in model.state_dict().items()}
     for name, original_tensor in {**tensors, **(extra or {})}.items():
@@ -403,6 +436,9 @@ def prepared(
         return
     if part.endswith("A_log"):
         tensor = -np.exp(tensor)
+    if case.family == "BailingHybrid" and layer:
+        yield from of_ling(config, layer, part.replace(".forget_gate", ""), tensor)
+        return
     if case.family == "KimiLinear" and layer:
         yield from of_kimi(config, layer, part.replace(".forget_gate", ""), tensor)
         return
@@ -442,6 +478,21 @@ def of_kimi(
         return
     part = RENAMED.get(part, part).replace(".dt_bias", ".dt_proj.bias")
     yield f"model.layers.{layer}.{part}", tensor
+
+
+def of_ling(
+    config: dict[str, Any], layer: str, part: str, tensor: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Ling 3: as Kimi Linear, but for the sign of decays, and for gates of full rank."""
+    is_full = config["layer_types"][int(layer)] == "full_attention"
+    if part == "self_attn.A_log":
+        yield f"blk.{layer}.ssm_a", -tensor[:, None]
+    elif part == "self_attn.f_proj.weight":
+        yield f"blk.{layer}.ssm_f_a.weight", tensor
+    elif part == "self_attn.g_proj.weight":
+        yield f"blk.{layer}.{'attn_gate' if is_full else 'ssm_g_a'}.weight", tensor
+    else:
+        yield from of_kimi(config, layer, part, tensor)
 
 
 def multiplied(config: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
@@ -520,7 +571,7 @@ NOT_OF_LLAMA_CPP = {"mamba2 odd": "it requires a bias of the convolution"}
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])
 def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    has_delta_rule = case.family.startswith(("Qwen", "Kimi"))
+    has_delta_rule = case.family.startswith(("Qwen", "Kimi", "Bailing"))
     if has_delta_rule:
         # Where it divides keys and queries by their norms, it has the eps of the model's norms.
         case = replace(case, settings={**case.settings, "rms_norm_eps": 1e-6})
@@ -532,7 +583,10 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent", "kimi linear"],
+    [
+        *("qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent"),
+        *("kimi linear", "ling 3"),
+    ],
 )
 def test_native_kernels_agree(name: str, tmp_path: Path) -> None:
     """Value heads of Qwen3.5 take key heads in another order than those of Qwen3-Next."""
@@ -697,6 +751,8 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
         ("qwen3 next", {"expert_used_count": 1}),
         ("qwen3.5", {"rope.freq_base": 500.0}),
         ("lfm2 moe", {"expert_used_count": 1}),
+        ("ling 3", {"kda.gate_lower_bound": -5.0}),
+        ("ling 3", {"kda.safe_gate": False}),
         ("jamba", {"expert_used_count": 1}),
         ("jamba", {"attention.layer_norm_rms_epsilon": 0.1}),
     ],
@@ -752,6 +808,10 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("qwen3 next", {"ssm.time_step_rank": 4}, "num_groups|has shape"),
         ("qwen3 next", {"expert_feed_forward_length": None}, "is missing"),
         ("qwen3.5", {"nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
+        ("ling 3", {"kda.gate_lower_bound": None}, "kda.gate_lower_bound is missing"),
+        ("ling 3", {"kda.gate_lower_bound": 1.0}, "kda_lower_bound is 1.0; allowed"),
+        ("ling 3", {"kda.head_dim": 12}, "has shape"),
+        ("ling 3", {"nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
         ("lfm2 moe", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed is 2"),
         ("lfm2 moe", {"leading_dense_block_count": 0}, "layers.0.mlp.gate.* is missing"),
     ],

@@ -166,6 +166,34 @@ KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+OLMO_HYBRID: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+}
+LING_3: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "layer_group_size": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kda_lower_bound": -3.0,
+}
 DEEPSEEK_V32: dict[str, Any] = {
     **LATENT_SIZES,
     "num_key_value_heads": 4,
@@ -1114,6 +1142,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "olmo hybrid": ("OlmoHybrid", OLMO_HYBRID),
+    "olmo hybrid rope": (
+        "OlmoHybrid",
+        {
+            **OLMO_HYBRID,
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+            "rope_parameters": ROPE,
+            "linear_allow_neg_eigval": False,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+        },
+    ),
+    "ling 3": ("BailingHybrid", LING_3),
+    "ling 3 odd": (
+        "BailingHybrid",
+        {
+            **LING_3,
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "kda_safe_gate": False,
+            "short_conv_kernel_size": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": ROPE,
+        },
+    ),
     "kimi linear odd": (
         "KimiLinear",
         {
@@ -2034,6 +2089,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "sum of experts": ("cohere2 moe", {"shared_expert_combination_strategy": "sum"}),
     "scores of experts": ("cohere2 moe", {"expert_selection_fn": "softmax"}),
     "rotation of dense layers": ("cohere2 moe", {"prefix_dense_sliding_window_pattern": 2}),
+    "strengths of twice a sigmoid": ("olmo hybrid", {"linear_allow_neg_eigval": False}),
+    "a limit of decays": ("ling 3", {"kda_safe_gate": False}),
+    "another limit of decays": ("ling 3", {"kda_lower_bound": -5.0}),
     "activation of bitnet": ("bitnet", {"hidden_act": "silu"}),
 }
 
@@ -2055,6 +2113,10 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "latent attention without gates": (
+        "ling 3",
+        lambda network: _each(network, attention_gate=None),
+    ),
     "inner norms of ones": (
         "bitnet",
         lambda network: _each(network, attention_inner_norm=np.ones(48, np.float32)),

@@ -230,12 +230,13 @@ class Recurrence:
       with one gate per head and step = softplus(gate + step_bias), limited to `step_limits`. The
       output has skip * value added.
     - "delta" (gated delta rule; Yang et al., arXiv:2412.06464): S = exp(step * decay) * S, then
-      S = S + sigmoid(strength) * (value - S @ key) @ key. The gates are the strengths of all heads,
-      then those of the steps. Keys and queries are divided by their norms, and queries by
-      sqrt(state_size).
+      S = S + max_strength * sigmoid(strength) * (value - S @ key) @ key. The gates are the
+      strengths of all heads, then those of the steps. Keys and queries are divided by their norms,
+      and queries by sqrt(state_size).
     - "kda" (Kimi delta attention; Kimi Team, arXiv:2510.26692): the same with a step per number of
       the key, so that each column of S decays by its own. The gates are the strengths of all heads,
-      then the steps, `[num_heads, state_size]`.
+      then the steps, `[num_heads, state_size]`. With `min_exponent`, a column decays by
+      exp(min_exponent * sigmoid(-decay * (gate + step_bias))) instead.
     - "retention" (lightning attention; Qin et al., arXiv:2401.04658): S = exp(decay) * S + value @
       key, without gates.
     - "selective" (Mamba; Gu and Dao, arXiv:2312.00752): S = exp(step * decay) * S + step * value @
@@ -266,6 +267,8 @@ class Recurrence:
     step_limits: tuple[float, float] = (0.0, math.inf)
     has_tiled_keys: bool = False
     norm_eps: float = 0.0
+    max_strength: float = 1.0
+    min_exponent: float = 0.0
 
     @property
     def num_gates(self) -> int:

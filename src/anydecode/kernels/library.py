@@ -74,6 +74,8 @@ class Recurrence(ctypes.Structure):
         ("min_step", c_float),
         ("max_step", c_float),
         ("norm_eps", c_float),
+        ("max_strength", c_float),
+        ("min_exponent", c_float),
         ("has_tiled_keys", c_int32),
     ]
 

@@ -291,6 +291,8 @@ class NativeBackend(Backend):
             max_step=shape.step_limits[1],
             has_tiled_keys=int(shape.has_tiled_keys),
             norm_eps=shape.norm_eps,
+            max_strength=shape.max_strength,
+            min_exponent=shape.min_exponent,
         )
         for name, vector in vars(weights).items() if weights is not None else ():
             if vector is not None:

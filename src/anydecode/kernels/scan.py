@@ -143,8 +143,12 @@ class _Steps:
             self._decay = elementary.exp(decay).view(heads, 1, 1).expand(len(channels), -1, -1, -1)
             return
         assert bias is not None
-        step = elementary.softplus(gates[:, -bias.numel() :] + bias).clamp(*shape.step_limits)
-        if shape.rule == "kda":
+        gate = gates[:, -bias.numel() :] + bias
+        step = elementary.softplus(gate).clamp(*shape.step_limits)
+        if shape.min_exponent < 0:
+            rates = gate.view(len(gate), heads, 1, -1) * -decay.view(heads, 1, 1)
+            self._decay = elementary.exp(elementary.sigmoid(rates) * shape.min_exponent)
+        elif shape.rule == "kda":
             step = step.view(len(step), heads, 1, -1)
             self._decay = elementary.exp(step * decay.view(heads, 1, 1))
         else:  # of each head, or of each of its channels: [heads, 1] or [heads, head_dim]
@@ -153,7 +157,8 @@ class _Steps:
             self._decay = elementary.exp(step.unsqueeze(-1) * decay)
             self._strength = step
         if self._is_delta:
-            self._strength = elementary.sigmoid(gates[:, :heads]).unsqueeze(-1)
+            strength = elementary.sigmoid(gates[:, :heads]) * shape.max_strength
+            self._strength = strength.unsqueeze(-1)
 
     def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The state after step `index`, from the one before it."""

@@ -1,7 +1,7 @@
 """Builds the tokenizer of a repository without `tokenizer.json` from the files it has instead:
-SentencePiece's `tokenizer.model`, or Kimi's `tiktoken.model`.
+SentencePiece's `tokenizer.model`, Kimi's `tiktoken.model`, or Qwen's `qwen.tiktoken`.
 
-Both are read as the metadata that a GGUF file of the model would have.
+They are read as the metadata that a GGUF file of the model would have.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def tokenizer_of_files(
     Raises:
         CheckpointError: A file is corrupt.
     """
-    for name, read in (("tokenizer.model", _sentencepiece), ("tiktoken.model", _tiktoken)):
+    for name, read in (
+        ("tokenizer.model", _sentencepiece),
+        ("tiktoken.model", _tiktoken),
+        ("qwen.tiktoken", _qwen),
+    ):
         path = folder / name
         if not path.is_file():
             continue
@@ -156,6 +160,25 @@ def _tiktoken(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] | None
     """The metadata of Kimi's tokenizer; None for others, whose rule is in their code alone."""
     if "tokenization_kimi" not in str(settings.get("auto_map")):
         return None
+    return _ranked(data, "kimi-k2")
+
+
+def _qwen(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of Qwen's tokenizer, whose special tokens are listed in its code alone."""
+    metadata = _ranked(data, "qwen2")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    first = len(tokens)
+    tokens += ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens += [f"<|extra_{index}|>" for index in range(205)]
+    metadata["tokenizer.ggml.token_type"] += [_CONTROL] * (len(tokens) - first)
+    metadata["tokenizer.ggml.scores"] += [0.0] * (len(tokens) - first)
+    metadata["tokenizer.ggml.eos_token_id"] = first
+    return metadata
+
+
+def _ranked(data: bytes, pre: str) -> dict[str, Any]:
+    """The metadata of a file of tiktoken, lines of a token and its rank, with the pre-tokenizer
+    that llama.cpp calls `pre`."""
     characters = {byte: character for character, byte in byte_alphabet().items()}
     ranks: dict[int, str] = {}
     for line in data.splitlines():
@@ -166,7 +189,7 @@ def _tiktoken(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] | None
     merges = merges_from_scores(tokens, scores, types)
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "kimi-k2",
+        "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": types,

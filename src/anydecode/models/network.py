@@ -125,9 +125,11 @@ class RecurrentWeights:
     the rule "selective" the gates are keys(c), queries(c) and gates(step_down(c)), where c is the
     output of the convolution; `gate_norms` are the weights of the norms of keys, queries and
     step_down, if these have some. With the rule "lru" they are the products of its equal parts with
-    `input_blocks`, and those with `recurrence_blocks`, both side by side. With the rule "kda" the
-    inputs of the recurrence are inputs(x), keys(x) and queries(x), side by side, and the gates are
-    strengths(x) and gates(step_down(x)); the gate of the output is gate(gate_down(x)).
+    `input_blocks`, and those with `recurrence_blocks`, both side by side. With the rule "kda", and
+    with the rule "delta" if there are keys, the inputs of the recurrence are inputs(x), keys(x) and
+    queries(x), side by side. With "kda" the gates are strengths(x) and gates(step_down(x)), or
+    gates(x) without `step_down`. The gate of the output is gate(gate_down(x)) if there is
+    `gate_down`.
     """
 
     inputs: Linear
@@ -957,10 +959,10 @@ class Network:
         inputs = weights.inputs.apply(backend, x)
         if weights.input_gate is not None:
             inputs = backend.gated(weights.input_gate.apply(backend, x), inputs, "identity")
-        if spec.shape.rule == "kda":
+        if spec.shape.rule != "selective":
             for linear in (weights.keys, weights.queries):
-                assert linear is not None, "checked by `_check_recurrent`"
-                inputs = backend.join(inputs, linear.apply(backend, x))
+                if linear is not None:
+                    inputs = backend.join(inputs, linear.apply(backend, x))
         return _recurrence(backend, x, inputs, spec, weights, index)
 
     def _gated(
@@ -1036,7 +1038,12 @@ class Network:
         rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
         k = backend.join(k, rotary)
         y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
-        return weights.output.apply(backend, backend.grouped_linear(y, latent.values))
+        y = backend.grouped_linear(y, latent.values)
+        if weights.attention_gate is not None:
+            assert spec.attention_gate is not None, "checked by `_check_attention`"
+            gate = weights.attention_gate.apply(backend, x)
+            y = backend.gate_parts(y, gate, spec.attention_gate)
+        return weights.output.apply(backend, y)
 
     def _attend(
         self,
@@ -1168,8 +1175,9 @@ def _recurrence(
         return backend.recurrence(inputs, (), index, shape, vectors)
     assert weights.gates is not None, "checked by `_check_recurrent`"
     if shape.rule == "kda":
-        assert weights.step_down is not None and weights.strengths is not None
-        steps = weights.gates.apply(backend, weights.step_down.apply(backend, x))
+        assert weights.strengths is not None, "checked by `_check_recurrent`"
+        down = x if weights.step_down is None else weights.step_down.apply(backend, x)
+        steps = weights.gates.apply(backend, down)
         strengths = weights.strengths.apply(backend, x)
         return backend.recurrence(inputs, (strengths, steps), index, shape, vectors)
     if shape.rule != "selective":
@@ -1535,13 +1543,18 @@ def _check_recurrent(
 ) -> None:
     shape, vectors = spec.shape, weights.vectors
     is_kda, width = shape.rule == "kda", hidden
-    num_inputs = shape.width_out if is_kda else shape.width
+    has_own_keys = is_kda or (shape.rule == "delta" and weights.keys is not None)
+    num_inputs = shape.width_out if has_own_keys else shape.width
     _check_linear(f"{prefix}inputs", weights.inputs, (num_inputs, hidden))
     if weights.gate_down is not None:
         width = weights.gate_down.weight.out_features
         _check_linear(f"{prefix}gate_down", weights.gate_down, (width, hidden))
     _check_linear(f"{prefix}gate", weights.gate, (shape.width_out, width))
     _check_linear(f"{prefix}output", weights.output, (hidden, shape.width_out))
+    if has_own_keys:
+        num_keys = shape.num_groups * shape.state_size
+        for name in ("keys", "queries"):
+            _check_part(prefix, name, weights, (num_keys, hidden))
     if is_kda:
         _check_kda_gates(prefix, shape, weights, hidden)
     elif shape.rule == "selective":
@@ -1614,19 +1627,20 @@ def _check_mixes(
 def _check_kda_gates(
     prefix: str, shape: Recurrence, weights: RecurrentWeights, hidden: int
 ) -> None:
-    num_keys = shape.num_groups * shape.state_size
-    rank = 0 if weights.gates is None else weights.gates.weight.in_features
-    for name, size in (
-        ("keys", (num_keys, hidden)),
-        ("queries", (num_keys, hidden)),
-        ("strengths", (shape.num_heads, hidden)),
-        ("step_down", (rank, hidden)),
-        ("gates", (shape.num_heads * shape.state_size, rank)),
-    ):
-        linear = getattr(weights, name)
-        if linear is None:
-            raise CheckpointError(f"{prefix}{name} is missing")
-        _check_linear(prefix + name, linear, size)
+    rank = hidden
+    if weights.step_down is not None:
+        rank = weights.step_down.weight.out_features
+        _check_part(prefix, "step_down", weights, (rank, hidden))
+    _check_part(prefix, "strengths", weights, (shape.num_heads, hidden))
+    _check_part(prefix, "gates", weights, (shape.num_heads * shape.state_size, rank))
+
+
+def _check_part(prefix: str, name: str, weights: RecurrentWeights, shape: tuple[int, int]) -> None:
+    """Check a matrix that a recurrent sublayer must have."""
+    linear = getattr(weights, name)
+    if linear is None:
+        raise CheckpointError(f"{prefix}{name} is missing")
+    _check_linear(prefix + name, linear, shape)
 
 
 def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:
@@ -1638,10 +1652,7 @@ def _check_selective_gates(prefix: str, shape: Recurrence, weights: RecurrentWei
         ("step_down", (rank, shape.width)),
         ("gates", (shape.width_out, rank)),
     ):
-        linear = getattr(weights, name)
-        if linear is None:
-            raise CheckpointError(f"{prefix}{name} is missing")
-        _check_linear(prefix + name, linear, size)
+        _check_part(prefix, name, weights, size)
     for index, norm in enumerate(weights.gate_norms):
         _check_vector(f"{prefix}norm {index} of gates", norm, (num_keys, num_keys, rank)[index])
 

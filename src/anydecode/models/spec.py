@@ -704,7 +704,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         if shape.num_heads % 2 or shape.head_dim % 2:
             raise ConfigError(f"{prefix}differential attention needs an even number of heads")
     if layer.low_rank_query is not None:
-        if layer.attention is None or layer.attention_gate:
+        if layer.attention is None or (layer.attention_gate and layer.latent is None):
             raise ConfigError(f"{prefix}low-rank queries need attention without a gate")
         integer(f"{prefix}query_rank", layer.low_rank_query.rank)
         number(f"{prefix}norm_eps of queries", layer.low_rank_query.norm_eps, 0.0, 1.0)
@@ -847,7 +847,9 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
     if latent.growth is not None:
         _check_rope(prefix, latent.growth, latent.key_dim)
-    names = ("qk_norm", "attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
+    if layer.attention_gate and not layer.gates_heads:
+        raise refusal(f"{prefix}gates_heads", False, "True with latent attention and a gate")
+    names = ("qk_norm", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")

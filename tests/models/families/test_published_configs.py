@@ -168,6 +168,81 @@ def test_kimi_linear(tmp_path: Path) -> None:
         built(stored)
 
 
+def test_olmo_hybrid(tmp_path: Path) -> None:
+    """Norms of recurrent layers have names of their own, and there is no base of rotations."""
+    family, settings = parity_module("test_parity").CASES["olmo hybrid"]
+    # `transformers` saves the convolutions as three equal parts.
+    model = hf_model(family, **{**settings, "linear_value_head_dim": 6})
+    config = {
+        "model_type": "olmo_hybrid",
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 4,
+        "linear_allow_neg_eigval": True,
+        "rms_norm_eps": 1e-2,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    }
+    stored = saved(model, tmp_path, config)
+    for name in ("0.attention_layer_norm", "0.feedforward_layer_norm", "0.linear_attn.q_conv1d"):
+        assert f"model.layers.{name}.weight" in stored.tensors
+    check(model, stored)
+    del stored.config["layer_types"]
+    check(model, stored)
+    stored.config["linear_num_key_heads"] = 3
+    with pytest.raises(CheckpointError, match="num_groups is 3; allowed is a divisor of the 4"):
+        built(stored)
+
+
+def test_ling_3(tmp_path: Path) -> None:
+    """The names and keys of the published code, without a list of layer types."""
+    model = model_of("ling 3")
+    config = {
+        "model_type": "bailing_hybrid",
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "layer_group_size": 4,
+        "head_dim": 12,
+        "kv_lora_rank": 20,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "no_kda_lora": True,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -3.0,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "short_conv_kernel_size": 4,
+        "rope_theta": 6e6,
+        "rms_norm_eps": 1e-2,
+        "max_position_embeddings": 256,
+    }
+    stored = saved(model, tmp_path, config)
+    for name in ("word_embeddings", "layers.0.attention.q_conv1d", "layers.3.attention.dense"):
+        assert f"model.{name}.weight" in stored.tensors
+    check(model, stored)
+    for key, value, allowed in (
+        ("no_kda_lora", False, "true"),
+        ("gated_attention_proj_granularity_type", "element_wise", "head_wise"),
+        ("expert_swiglu_limit_list", [None, 7.0], "null"),
+        ("kda_lower_bound", 1.0, "a number from"),
+    ):
+        changed = {**stored.config, key: value}
+        with pytest.raises(CheckpointError, match=f"{key} is .* allowed is {allowed}") as caught:
+            spec_from_config(changed)
+        assert "\n" not in str(caught.value)
+
+
 def test_minimax_text_01(tmp_path: Path) -> None:
     family, settings = parity_module("test_parity").CASES["minimax"]
     types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]

@@ -1,17 +1,21 @@
-"""Families that are Llama in another layout: a model of `transformers` under their names."""
+"""Families that are Llama, Qwen2 or StableLM in another layout: a model of `transformers` under
+their names."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
+from gguf_models import finish, interleave, tensor_names, usual_metadata, writer_with
+from llama_cpp_logits import llama_cpp_logits
 from tiny_models import BASE, built, chain, greedy, hf_logits, hf_model, logits
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
@@ -27,6 +31,12 @@ EXAONE = {
     "mlp.up_proj": "mlp.c_fc_1",
     "mlp.down_proj": "mlp.c_proj",
 }
+QWEN = {
+    **EXAONE,
+    "self_attn.o_proj": "attn.c_proj",
+    "mlp.gate_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w1",
+}
 INTERNLM2 = {
     "model.embed_tokens": "model.tok_embeddings",
     "input_layernorm": "attention_norm",
@@ -37,6 +47,8 @@ INTERNLM2 = {
     "mlp.down_proj": "feed_forward.w2",
     "lm_head": "output",
 }
+#: Sizes under their usual keys.
+SIZES = {key: value for key, value in BASE.items() if key not in ("initializer_range",)}
 
 
 def renamed(model: Any, names: dict[str, str]) -> dict[str, np.ndarray]:
@@ -47,6 +59,23 @@ def renamed(model: Any, names: dict[str, str]) -> dict[str, np.ndarray]:
             name = name.replace(usual, other)
         tensors[name] = tensor.numpy()
     return tensors
+
+
+def fuse(tensors: dict[str, np.ndarray], names: str, fused: str, groups: int = 1) -> None:
+    """Replace queries, keys and values by one tensor; `names` has a place for the part's letter.
+    With several groups, each has its queries, its keys and its values one after the other."""
+    for name in [name for name in tensors if names.format("q") in name]:
+        parts = [tensors.pop(name.replace(names.format("q"), names.format(x))) for x in "qkv"]
+        by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        whole = np.concatenate(by_group, 1).reshape(-1, *parts[0].shape[1:])
+        tensors[name.replace(names.format("q"), fused)] = whole
+
+
+def saved(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Path:
+    found = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    save_file(found, folder / "x.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def exaone(folder: Path, model: Any, **changes: Any) -> Path:
@@ -65,9 +94,7 @@ def exaone(folder: Path, model: Any, **changes: Any) -> Path:
         "rope_theta": 500.0,
         "tie_word_embeddings": False,
     }
-    save_file(renamed(model, EXAONE), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return folder
+    return saved(folder, renamed(model, EXAONE), {**config, **changes})
 
 
 def internlm2(folder: Path, model: Any, **changes: Any) -> Path:
@@ -82,42 +109,172 @@ def internlm2(folder: Path, model: Any, **changes: Any) -> Path:
         "rope_scaling": {"type": "dynamic", "factor": 2.0},
     }
     tensors = renamed(model, INTERNLM2)
-    kv_heads = config["num_key_value_heads"]
-    for name in [name for name in tensors if "q_proj" in name]:
-        parts = [tensors.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        by_group = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in parts]
-        fused = np.concatenate(by_group, 1).reshape(-1, *parts[0].shape[1:])
-        tensors[name.replace("self_attn.q_proj", "attention.wqkv")] = fused
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return folder
+    fuse(tensors, "self_attn.{}_proj", "attention.wqkv", config["num_key_value_heads"])
+    return saved(folder, tensors, {**config, **changes})
 
 
-def iquestcoder(folder: Path, model: Any, **changes: Any) -> Path:
-    """A folder with the model as IQuest-Coder."""
-    own = {"model_type": "iquestcoder", "architectures": ["IQuestCoderForCausalLM"]}
-    save_file(renamed(model, {}), folder / "model.safetensors")
-    config = {**model.config.to_dict(), **own, **changes}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+def same_names(model_type: str, architecture: str, **keys: Any) -> Callable[..., Path]:
+    """A writer of folders of a family that has Llama's names."""
+
+    def write(folder: Path, model: Any, **changes: Any) -> Path:
+        own = {"model_type": model_type, "architectures": [architecture], "rms_norm_eps": 1e-6}
+        config = {**SIZES, **own, "rope_theta": 500.0, **keys, **changes}
+        return saved(folder, renamed(model, {}), config)
+
+    return write
 
 
-SETTINGS: dict[Any, dict[str, Any]] = {
-    iquestcoder: {"head_dim": 16},
-    exaone: {"rms_norm_eps": 1e-5},
-    internlm2: {"attention_bias": True},
+def baichuan(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as Baichuan 7B, whose keys are as many as queries. With the
+    vocabulary of Baichuan 2, the rows of the head have other lengths."""
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = {key: model.config.to_dict()[key] for key in (*keys, "num_attention_heads")}
+    config |= {
+        "model_type": "baichuan",
+        "architectures": ["BaichuanForCausalLM"],
+        "max_position_embeddings": 256,
+        "model_max_length": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    tensors = renamed(model, {})
+    fuse(tensors, "{}_proj", "W_pack")
+    return saved(folder, tensors, {**config, **changes})
+
+
+def baichuan2(folder: Path, model: Any, **changes: Any) -> Path:
+    """The same as Baichuan 2: the rows of the model's head have the norm 1, those stored others."""
+    import torch
+
+    head = model.lm_head.weight
+    lengths = torch.linspace(0.5, 8.0, len(head)).unsqueeze(1)
+    with torch.no_grad():
+        head.copy_(head / head.norm(dim=1, keepdim=True) * lengths)
+        path = baichuan(folder, model, **changes)
+        head.copy_(head / lengths)
+    return path
+
+
+def qwen(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as Qwen."""
+    config = {
+        "model_type": "qwen",
+        "architectures": ["QWenLMHeadModel"],
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 160,
+        "kv_channels": 12,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "layer_norm_epsilon": 1e-6,
+        "max_position_embeddings": 1024,
+        "seq_length": 256,
+        "no_bias": True,
+        "rotary_emb_base": 500.0,
+        "rotary_pct": 1.0,
+        "scale_attn_weights": True,
+        "use_dynamic_ntk": True,
+        "use_logn_attn": True,
+        "tie_word_embeddings": False,
+    }
+    tensors = renamed(model, QWEN)
+    fuse(tensors, "attn.attention.{}_proj", "attn.c_attn")
+    return saved(folder, tensors, {**config, **changes})
+
+
+def deepseek(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model, Qwen2 with experts, as DeepSeekMoE: its shared expert has the factor
+    0.5, because its gate is zero, and its attention no biases."""
+    model.save_pretrained(folder / "of transformers")
+    tensors = {}
+    for name, tensor in load_file(folder / "of transformers" / "model.safetensors").items():
+        if name.endswith(("shared_expert_gate.weight", ".bias")):
+            assert not tensor.any()
+            continue
+        factor = 0.5 if name.endswith("shared_expert.down_proj.weight") else 1.0
+        tensors[name.replace("shared_expert.", "shared_experts.")] = tensor * np.float32(factor)
+    config = {
+        **SIZES,
+        "model_type": "deepseek",
+        "architectures": ["DeepseekForCausalLM"],
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500.0,
+    }
+    return saved(folder, tensors, {**config, **changes})
+
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+MANY_KEYS = {"num_key_value_heads": 4}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 48,
+    "mlp_only_layers": [0],
 }
+#: The writer of a folder, the classes of `transformers`, and the settings of the model.
+CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
+    "exaone": (exaone, "Llama", {"rms_norm_eps": 1e-5}),
+    "internlm2": (internlm2, "Llama", {"attention_bias": True}),
+    "iquestcoder": (
+        same_names("iquestcoder", "IQuestCoderForCausalLM", head_dim=16),
+        "Llama",
+        {"head_dim": 16},
+    ),
+    "xverse": (same_names("xverse", "XverseForCausalLM"), "Llama", {}),
+    "aquila": (same_names("aquila", "AquilaForCausalLM"), "Llama", {}),
+    "internlm": (
+        same_names(
+            "internlm", "InternLMForCausalLM", bias=True, rotary={"base": 500.0, "type": "dynamic"}
+        ),
+        "Llama",
+        {"attention_bias": True},
+    ),
+    "internlm without biases": (
+        same_names("internlm", "InternLMForCausalLM", bias=False, rotary={"base": 500.0}),
+        "Llama",
+        {},
+    ),
+    "orion": (
+        same_names("orion", "OrionForCausalLM", rms_norm_eps=1e-5),
+        "StableLm",
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    ),
+    "baichuan": (
+        baichuan, "Llama", {**MANY_KEYS, "rope_parameters": {**ROPE, "rope_theta": 10_000.0}}
+    ),
+    "baichuan2": (
+        baichuan2,
+        "Llama",
+        {**MANY_KEYS, "vocab_size": 125_696, "rope_parameters": {**ROPE, "rope_theta": 10_000.0}},
+    ),
+    "qwen": (qwen, "Qwen2", MANY_KEYS),
+    "deepseek": (deepseek, "Qwen2Moe", EXPERTS),
+}  # fmt: skip
 
 
-def original(write: Any) -> Any:
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    return hf_model("Llama", rope_parameters=rope, **SETTINGS[write])
+def original(name: str) -> Any:
+    _, family, settings = CASES[name]
+    model = hf_model(family, **{"rope_parameters": dict(ROPE), **settings})
+    if name == "deepseek":
+        for parameter, tensor in model.named_parameters():
+            if parameter.endswith(("shared_expert_gate.weight", ".bias")):
+                tensor.data.zero_()
+    return model
 
 
-@pytest.mark.parametrize("write", SETTINGS)
-def test_logits_and_greedy_tokens_match_llama(write: Any, tmp_path: Path) -> None:
-    theirs = original(write)
-    ours = built(load_checkpoint(write(tmp_path, theirs)), "float32")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_match(name: str, tmp_path: Path) -> None:
+    theirs = original(name)
+    ours = built(load_checkpoint(CASES[name][0](tmp_path, theirs)), "float32")
     tokens = greedy(ours, PROMPT, 64)
     assert len(set(tokens)) > 2
     whole = PROMPT + tokens
@@ -127,28 +284,167 @@ def test_logits_and_greedy_tokens_match_llama(write: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("write", "change"),
-    [(exaone, {"layer_norm_epsilon": 1.0}), (exaone, {"rope_theta": 1e4})]
-    + [(internlm2, {"rms_norm_eps": 1.0}), (internlm2, {"rope_theta": 1e4})],
+    ("name", "change"),
+    [
+        ("exaone", {"layer_norm_epsilon": 1.0}),
+        ("exaone", {"rope_theta": 1e4}),
+        ("internlm2", {"rms_norm_eps": 1.0}),
+        ("internlm2", {"rope_theta": 1e4}),
+        ("internlm", {"rotary": {"base": 1e4, "type": "origin"}}),
+        ("orion", {"rms_norm_eps": 0.5}),
+        ("baichuan", {"max_position_embeddings": None}),  # linear biases
+        ("qwen", {"layer_norm_epsilon": 1.0}),
+        ("qwen", {"rotary_emb_base": 1e4}),
+        ("deepseek", {"norm_topk_prob": True}),
+        ("deepseek", {"num_experts_per_tok": 3}),
+    ],
 )
-def test_a_wrong_key_changes_the_logits(write: Any, change: dict[str, Any], tmp_path: Path) -> None:
-    theirs = original(write)
-    wrong = built(load_checkpoint(write(tmp_path, theirs, **change)), "float32")
+def test_a_wrong_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    theirs = original(name)
+    wrong = built(load_checkpoint(CASES[name][0](tmp_path, theirs, **change)), "float32")
+    assert np.abs(logits(wrong, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() > 1e-2
+
+
+def test_the_rows_of_other_heads_of_baichuan_keep_their_norms(tmp_path: Path) -> None:
+    """Wrong twin of Baichuan 2: the vocabulary of the first one."""
+    theirs = original("baichuan")
+    wrong = built(load_checkpoint(baichuan2(tmp_path, theirs)), "float32")
     assert np.abs(logits(wrong, chain(PROMPT)) - hf_logits(theirs, PROMPT)).max() > 1e-2
 
 
 @pytest.mark.parametrize(
-    ("write", "change", "message"),
+    ("name", "change", "message"),
     [
-        (exaone, {"num_layers": None}, "lacks 'num_hidden_layers'"),
-        (exaone, {"activation_function": "mish"}, "activation 'mish'"),
-        (internlm2, {"num_key_value_heads": 3}, "num_attention_heads is 4; allowed is a multiple"),
-        (internlm2, {"num_attention_heads": 6, "num_key_value_heads": 6}, "has shape"),
+        ("exaone", {"num_layers": None}, "lacks 'num_hidden_layers'"),
+        ("exaone", {"activation_function": "mish"}, "activation 'mish'"),
+        (
+            "internlm2",
+            {"num_key_value_heads": 3},
+            "num_attention_heads is 4; allowed is a multiple",
+        ),
+        ("internlm2", {"num_attention_heads": 6, "num_key_value_heads": 6}, "has shape"),
+        ("internlm", {"rotary": {"type": "linear"}}, "rotary.type is 'linear'; allowed is dynamic"),
+        (
+            "baichuan",
+            {"max_position_embeddings": None, "model_max_length": None},
+            "lacks 'model_max_length'",
+        ),
+        ("qwen", {"intermediate_size": 1}, "intermediate_size is 1"),
+        ("qwen", {"rotary_pct": 0.5}, "rotary_pct 0.5 is not supported in a qwen config"),
+        ("qwen", {"num_attention_heads": 5}, "num_attention_heads is 5"),
+        ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
     ],
 )
 def test_bad_configs_end_in_one_line(
-    write: Any, change: dict[str, Any], message: str, tmp_path: Path
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        built(load_checkpoint(write(tmp_path, original(write), **change)))
+        built(load_checkpoint(CASES[name][0](tmp_path, original(name), **change)))
     assert "\n" not in str(caught.value)
+
+
+def test_qwen_opens_with_the_context_that_it_was_trained_for(tmp_path: Path) -> None:
+    """Its own code scales longer contexts by rules of its own."""
+    checkpoint = load_checkpoint(qwen(tmp_path, original("qwen")))
+    assert built(checkpoint).spec.max_positions == 256
+    with pytest.raises(CheckpointError, match=r"max_positions is 257; .* 256 at most \(seq_length"):
+        built(checkpoint, max_positions=257)
+
+
+#: The GGUF files: what replaces the usual metadata, and whether rows of queries and keys are those
+#: of interleaved pairs.
+FILES: dict[str, tuple[dict[str, Any], bool]] = {
+    "xverse": ({"rope.dimension_count": 12}, True),
+    "orion": ({"attention.layer_norm_rms_epsilon": None}, False),
+    "baichuan": ({"rope.freq_base": 1e4, "rope.dimension_count": 12}, True),
+    "qwen": (
+        {
+            "feed_forward_length": 160,
+            "attention.head_count_kv": None,
+            "rope.dimension_count": 12,
+        },
+        False,
+    ),
+    "deepseek": (
+        {
+            "rope.dimension_count": 12,
+            "leading_dense_block_count": 1,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_shared_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_weights_scale": 1.0,
+        },
+        True,
+    ),
+}
+
+
+def as_gguf(name: str, model: Any, folder: Path, **changes: Any) -> Path:
+    """The file that llama.cpp's converter makes of the folder; its architecture is the model
+    type."""
+    (metadata, is_permuted), config = FILES[name], model.config.to_dict()
+    count = config["num_hidden_layers"]
+    usual = {**usual_metadata(config, count), "rope.freq_base": 500.0}
+    path = folder / "tiny.gguf"
+    writer = writer_with(path, name, {**usual, **metadata, **changes}, config["vocab_size"])
+    names = tensor_names(name, count)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for key, tensor in load_file(CASES[name][0](folder, model) / "x.safetensors").items():
+        parts = {key: tensor}
+        if "W_pack" in key:
+            thirds = zip("qkv", np.split(tensor, 3), strict=True)
+            parts = {key.replace("W_pack", f"{part}_proj"): third for part, third in thirds}
+        for part, found in parts.items():
+            if ".experts." in part:
+                block, _, rest = part.partition(".experts.")
+                stacks.setdefault(f"{block}.experts.{rest.split('.')[1]}.weight", []).append(found)
+                continue
+            target = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert target is not None, part
+            kind = part.split(".")[-2]
+            if is_permuted and kind in heads:
+                found = interleave(found, heads[kind])
+            writer.add_tensor(target, np.ascontiguousarray(found))
+    for key, matrices in stacks.items():
+        writer.add_tensor(names.get_name(key, try_suffixes=(".weight",)), np.stack(matrices))
+    finish(writer)
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    model = original(name)
+    found = logits(built(load_checkpoint(as_gguf(name, model, tmp_path))), chain(PROMPT))
+    assert np.abs(found - hf_logits(model, PROMPT)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_equal_those_of_llama_cpp(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "baichuan":  # it has rotary embeddings in models of 32 layers only
+        write, family, settings = CASES[name]
+        settings = {**settings, "num_hidden_layers": 32, "initializer_range": 0.05}
+        monkeypatch.setitem(CASES, name, (write, family, settings))
+    path = as_gguf(name, original(name), tmp_path)
+    found = logits(built(load_checkpoint(path)), chain(PROMPT))
+    assert np.abs(found - llama_cpp_logits(path, PROMPT)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("orion", {"attention.layer_norm_epsilon": 0.5}),
+        ("qwen", {"rope.freq_base": 1e4}),
+        ("deepseek", {"expert_used_count": 3}),
+        ("deepseek", {"expert_weights_scale": 2.0}),
+    ],
+)
+def test_a_wrong_key_of_a_file_changes_the_logits(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    model = original(name)
+    found = logits(built(load_checkpoint(as_gguf(name, model, tmp_path, **change))), chain(PROMPT))
+    assert np.abs(found - hf_logits(model, PROMPT)).max() > 1e-2

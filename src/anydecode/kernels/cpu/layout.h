@@ -82,7 +82,8 @@ typedef struct {
   const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
   const float *key_scale, *key_rate, *bonus, *norm, *norm_bias; /* of RULE_WKV */
   int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
-  float min_step, max_step, norm_eps;
+  float min_step, max_step, norm_eps, max_strength;
+  float min_exponent; /* of RULE_KDA; 0: none */
   int32_t has_tiled_keys;
 } Recurrence;
 

@@ -185,9 +185,14 @@ static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slo
     const float *gate = gates + shape->heads + head * size, *bias = shape->step_bias + head * size;
     for (int i = 0; i < size; i += 8) {
       f8 sum = f8_add(f8_load_part(gate + i, size - i), f8_load_part(bias + i, size - i));
-      time = f8_min(f8_max(f8_softplus(sum), low), high);
-      f8 decay = f8_exp(f8_mul(time, f8_set(shape->decay[head])));
-      f8_store_part(step->decays + i, decay, size - i);
+      f8 rate = f8_set(shape->decay[head]), exponent;
+      if (shape->min_exponent < 0.0f) {
+        f8 share = f8_sigmoid(f8_mul(sum, f8_sub(f8_set(0.0f), rate)));
+        exponent = f8_mul(share, f8_set(shape->min_exponent));
+      } else {
+        exponent = f8_mul(f8_min(f8_max(f8_softplus(sum), low), high), rate);
+      }
+      f8_store_part(step->decays + i, f8_exp(exponent), size - i);
     }
   } else {
     f8 gate = f8_set(gates[shape->num_gates - shape->heads + head] + shape->step_bias[head]);
@@ -197,6 +202,7 @@ static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slo
   int is_delta = is_kda || shape->rule == RULE_DELTA;
   step->strength = first_lane(is_delta ? f8_sigmoid(f8_set(gates[head])) : time);
   if (is_delta) {
+    step->strength *= shape->max_strength;
     normalise(step->key, size, 1.0f);
     normalise(step->query, size, 1.0f / sqrtf((float)size));
   }

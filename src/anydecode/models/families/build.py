@@ -9,7 +9,9 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels import portable
-from anydecode.kernels.interface import Attention, Xielu
+from anydecode.kernels.formats import DTYPES as FLOATS
+from anydecode.kernels.formats import dequantize, plain_weight
+from anydecode.kernels.interface import Attention, Weight, Xielu
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.distance_biases import read_distance_biases
@@ -105,7 +107,7 @@ def _read_weights(
     """Read all weights of a model, converted to `dtype`."""
     config = text_config(checkpoint.config)
     family = FAMILIES[config["model_type"]]
-    name = family.names.get("embed_tokens", "embed_tokens")
+    name = _embedding_name(checkpoint, family)
     reader = TensorReader(checkpoint, dtype, name, keeps_updates)
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix(name, shape, is_outer=True)
@@ -113,7 +115,7 @@ def _read_weights(
     is_tied = spec.is_encoder or bool_value(config, "tie_word_embeddings")
     if checkpoint.pooling is not None and not reader.has("lm_head.weight"):
         is_tied = True  # nothing reads the head
-    head = embedding if is_tied else reader.matrix("lm_head", shape, is_outer=True)
+    head = embedding if is_tied else _read_head(reader, config, shape)
     # Layers that predict further tokens follow the others, and are left out.
     num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
     if reader.has_module(f"layers.{spec.num_layers + num_unused}"):
@@ -157,6 +159,27 @@ def _read_weights(
     if spec.time is not None:
         weights = _with_time(reader, spec, spec.time, weights)
     return weights
+
+
+def _embedding_name(checkpoint: Checkpoint, family: Family) -> str:
+    """The name of the embedding in a checkpoint."""
+    usual = "embed_tokens"
+    other = family.other_names.get(usual)
+    if other is not None and any(name.endswith(f"{other}.weight") for name in checkpoint.tensors):
+        return other
+    return family.names.get(usual, usual)
+
+
+def _read_head(reader: TensorReader, config: Config, shape: tuple[int, int]) -> Weight:
+    """The matrix of the head, of which Baichuan 2 divides each row by its norm."""
+    if not bool_value(config, "has_normed_head"):
+        return reader.matrix("lm_head", shape, is_outer=True)
+    stored = reader.matrix("lm_head", shape, keep_format=True)
+    rows = dequantize(stored)
+    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+    rows /= np.maximum(norms, 1e-12).astype(np.float32)[:, None]
+    normed = plain_weight(rows.astype(FLOATS.get(stored.format, FLOATS["F32"])))
+    return reader.convert(normed, "lm_head", is_outer=True)
 
 
 def _with_time(
@@ -489,6 +512,9 @@ class _LayerReader:
 
     def _full(self, module: str) -> str:
         """The name of a module of the layer in the family's checkpoints."""
+        other = self._family.other_names.get(module)
+        if other is not None and self._reader.has_module(f"{self._name}.{other}"):
+            return f"{self._name}.{other}"
         return f"{self._name}.{self._family.names.get(module, module)}"
 
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:

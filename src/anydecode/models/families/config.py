@@ -201,6 +201,12 @@ def spec_from_config(
         high = MAX_SIZE
         if family.has_position_table:
             high = int_value(config, "max_position_embeddings")
+        limiting = family.context_limit
+        if limiting is not None and config.get(limiting) is not None:
+            high = int_value(config, limiting)
+            if max_positions > high:
+                allowed = f"{high} at most ({limiting}): longer contexts are not supported"
+                raise refusal("max_positions", max_positions, allowed)
         integer("max_positions", max_positions, 1, high)
     limit = max_positions or _default_max_positions(config)
     scales = family.scales(config) if family.scales is not None else Scales()
@@ -548,7 +554,7 @@ def _layers(
                 LayerSpec(
                     attention=None,
                     rope=None,
-                    norms=_norms(config, family),
+                    norms=_norms(config, family, has_recurrence),
                     sum_factors=_sum_factors(config, family, kind),
                     activation=activation,
                     num_experts=num_experts(config) if is_moe else 0,
@@ -583,7 +589,7 @@ def _layers(
             LayerSpec(
                 attention=attention,
                 rope=rope if has_rope[layer] else None,
-                norms=_norms(config, family),
+                norms=_norms(config, family, has_recurrence),
                 has_second_sum=family.has_second_sum,
                 sum_factors=_sum_factors(config, family, kind),
                 qk_norm=family.qk_norm if has_qk_norm else None,
@@ -623,8 +629,10 @@ def _layers(
     return layers
 
 
-def _norms(config: Config, family: Family) -> str:
-    """Where the norms of layers are."""
+def _norms(config: Config, family: Family, has_recurrence: bool) -> str:
+    """Where the norms of a layer are."""
+    if has_recurrence and family.recurrent_norms is not None:
+        return family.recurrent_norms
     return family.norms if bool_value(config, "do_layer_norm_before", True) else "sum"
 
 

@@ -161,6 +161,9 @@ class Family:
         moe: Its mixture of experts, if it has one.
         has_sinks: See `LayerSpec.has_sinks`; a layer's own key `has_sinks` may turn it off.
         has_clamped_swiglu: Whether the activation is a `ClampedSwiglu`.
+        other_names: Names of modules that a checkpoint may have in place of those above.
+        recurrent_norms: Where the norms of layers with a recurrence are, see `LayerSpec.norms`;
+            None: as in the other layers.
         recurrent: Its recurrent sublayers, if it has some: those of the layers whose type is one of
             `RECURRENT_TYPES`.
         attention_gate: See `LayerSpec.attention_gate`; the key `use_attention_gate` may turn it
@@ -189,6 +192,8 @@ class Family:
             `IndexerSpec`: with latent attention one whose heads have weights (DeepSeek-V3.2), else
             one without (MiniMax-M3). The config's `indexer_types` has "full" for each layer with
             one, and "none" for layers of the latter kind that attend to all positions.
+        context_limit: The config's key for the longest context, where attention to longer ones is
+            not supported; None, or a config without it: there is no such limit.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -237,6 +242,8 @@ class Family:
     moe: MixtureOfExperts | None = None
     has_sinks: bool = False
     has_clamped_swiglu: bool = False
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    recurrent_norms: str | None = None
     recurrent: RecurrentLayout | None = None
     attention_gate: str | None = None
     gates_heads: bool = False
@@ -254,6 +261,7 @@ class Family:
     has_latent_attention: bool = False
     value_size: str | None = None
     has_indexer: bool = False
+    context_limit: str | None = None
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False

@@ -11,7 +11,7 @@ import numpy as np
 from anydecode.kernels.formats import DTYPES, dequantize, is_packed, plain_weight
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.families.values import Config, bool_value
-from anydecode.models.families.weights import TensorReader
+from anydecode.models.families.weights import TensorReader, attention_name
 from anydecode.models.linear import Linear
 from anydecode.models.network import IndexerWeights, LatentWeights, LayerWeights
 from anydecode.models.spec import IndexerSpec, LatentSpec, LayerSpec
@@ -35,7 +35,7 @@ def read_latent(
         weights: Where to put them.
         hidden: The hidden size.
     """
-    shape, latent, name = spec.attention, spec.latent, f"{layer}.self_attn"
+    shape, latent, name = spec.attention, spec.latent, attention_name(reader, layer)
     assert shape is not None and latent is not None, "the layer has latent attention"
     has_bias, heads = bool_value(config, "attention_bias"), shape.num_heads
     keys, values = _heads(reader, name, shape, latent)
@@ -51,7 +51,11 @@ def read_latent(
     name_down = f"{name}.kv_a_proj_with_mqa"
     weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
     size = hidden, heads * latent.value_dim
-    weights.output = reader.linear(f"{name}.o_proj", size, has_bias)
+    output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
+    weights.output = reader.linear(output, size, has_bias)
+    if spec.attention_gate is not None:
+        gate = reader.first(f"{name}.{part}_proj" for part in ("g", "gate"))
+        weights.attention_gate = reader.linear(gate, (heads, hidden), False)
     if spec.indexer is not None:
         weights.indexer = _read_weighted_indexer(reader, spec, spec.indexer, name, hidden)
 

@@ -117,7 +117,7 @@ def llama4_layers(config: Config) -> dict[str, Any]:
 
 
 def rope_unless_alibi(config: Config, layer_types: list[str]) -> list[bool]:
-    """Falcon: a rotary position embedding in every layer, unless attention has linear biases."""
+    """A rotary position embedding in every layer, unless attention has linear biases (`alibi`)."""
     return [not bool_value(config, "alibi")] * len(layer_types)
 
 

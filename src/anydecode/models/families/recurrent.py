@@ -20,8 +20,8 @@ from anydecode.models.families.values import (
     num_layers,
     value_or,
 )
-from anydecode.models.families.weights import TensorReader
-from anydecode.models.limits import MAX_COUNT, number, refusal
+from anydecode.models.families.weights import TensorReader, attention_name
+from anydecode.models.limits import MAX_COUNT, MAX_FACTOR, number, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
@@ -399,12 +399,19 @@ def _interleaved_gates(reader: TensorReader, name: str, shape: Recurrence, hidde
 
 def _separate_gates(reader: TensorReader, name: str, shape: Recurrence, hidden: int) -> Weight:
     """The strengths and steps of Qwen3.5, as one matrix."""
-    parts = [reader.matrix(f"{name}.in_proj_{part}", (shape.num_heads, hidden)) for part in "ba"]
+    strengths, steps = (
+        reader.matrix(f"{name}.in_proj_{part}", (shape.num_heads, hidden)) for part in "ba"
+    )
+    return _stacked(strengths, steps, f"{name}.in_proj_ba")
+
+
+def _stacked(first: Weight, second: Weight, name: str) -> Weight:
+    """The rows of two matrices as one matrix."""
+    parts = [first, second]
     if len({(part.format, part.scale) for part in parts}) > 1:  # GGUF
         parts = [plain_weight(dequantize(part)) for part in parts]
     data = np.concatenate([part.data for part in parts])
-    full = f"{name}.in_proj_ba"
-    return replace(parts[0], out_features=shape.num_gates, data=data, name=full)
+    return replace(parts[0], out_features=len(data), data=data, name=name)
 
 
 #: Qwen3-Next and Qwen3.5: the gated delta rule.
@@ -422,59 +429,131 @@ def _kimi_delta_spec(config: Config) -> RecurrentSpec:
 def _read_kimi_delta(
     reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
 ) -> RecurrentWeights:
-    name, shape = f"{layer}.self_attn", spec.shape
+    name, shape = attention_name(reader, layer), spec.shape
     heads, dim, size = shape.num_heads, shape.head_dim, shape.width_out
     forget = f"{name}.forget_gate"  # of transformers, not of published checkpoints
-    forget = forget if reader.has(f"{forget}.f_a_proj.weight") else name
+    forget = forget if reader.has_module(forget) else name
 
     def linear(module: str, shape: tuple[int, int]) -> Linear:
         return reader.linear(module, shape, False)
 
     values, keys, queries = (linear(f"{name}.{part}_proj", (size, hidden)) for part in "vkq")
-    if reader.has(f"{forget}.A"):  # GGUF
-        decay = reader.vector(f"{forget}.A", heads)
+    if reader.has(f"{forget}.A"):  # GGUF, where that of Ling is positive
+        decay = -np.abs(reader.vector(f"{forget}.A", heads))
     else:
-        decay = -np.exp(reader.tensor(f"{forget}.A_log", (1, 1, heads, 1)).ravel())
+        stored = f"{forget}.A_log"
+        axes = (heads,) if len(reader.shape(stored)) == 1 else (1, 1, heads, 1)
+        decay = -np.exp(reader.tensor(stored, axes).ravel())
     vectors = RecurrenceWeights(
-        _kimi_convolutions(reader, name, shape),
+        _separate_convolutions(reader, name, shape),
         decay=decay,
         step_bias=reader.vector(f"{forget}.dt_bias", size),
     )
-    return RecurrentWeights(
+    output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
+    weights = RecurrentWeights(
         values,
-        linear(f"{name}.g_b_proj", (size, dim)),
-        linear(f"{name}.o_proj", (hidden, size)),
+        values,
+        linear(output, (hidden, size)),
         vectors,
-        linear(f"{forget}.f_b_proj", (size, dim)),
         norm=reader.vector(f"{name}.o_norm.weight", dim),
         keys=keys,
         queries=queries,
-        step_down=linear(f"{forget}.f_a_proj", (dim, hidden)),
         strengths=linear(f"{name}.b_proj", (heads, hidden)),
-        gate_down=linear(f"{name}.g_a_proj", (dim, hidden)),
     )
-
-
-def _kimi_convolutions(reader: TensorReader, name: str, shape: Recurrence) -> np.ndarray:
-    """The convolutions of values, keys and queries, `[width, window]`; transformers has them as
-    one, queries first."""
-    size, window = shape.width_out, shape.window
-    if reader.has(f"{name}.conv1d.weight"):
-        stored = reader.tensor(f"{name}.conv1d.weight", (3 * size, 1, window))
-        parts = list(stored.reshape(3, size, window))[::-1]
+    if reader.has(f"{forget}.f_proj.weight"):  # Ling
+        weights.gate = linear(f"{name}.g_proj", (size, hidden))
+        weights.gates = linear(f"{forget}.f_proj", (size, hidden))
     else:
-        names = [f"{name}.{part}_conv1d.weight" for part in "vkq"]
-        parts = [
-            reader.tensor(one, (size, 1, window)).reshape(size, window)
-            if len(reader.shape(one)) > 2
-            else reader.tensor(one, (size, window))
-            for one in names
-        ]
+        weights.gate = linear(f"{name}.g_b_proj", (size, dim))
+        weights.gate_down = linear(f"{name}.g_a_proj", (dim, hidden))
+        weights.gates = linear(f"{forget}.f_b_proj", (size, dim))
+        weights.step_down = linear(f"{forget}.f_a_proj", (dim, hidden))
+    return weights
+
+
+def _separate_convolutions(reader: TensorReader, name: str, shape: Recurrence) -> np.ndarray:
+    """The convolutions of values, keys and queries, `[width, window]`, which are stored one by one;
+    transformers has them as one, queries first."""
+    num_keys, window = shape.num_groups * shape.state_size, shape.window
+    sizes = {"v": shape.width_out, "k": num_keys, "q": num_keys}
+    if reader.has(f"{name}.conv1d.weight"):
+        stored = reader.tensor(f"{name}.conv1d.weight", (shape.width, 1, window))
+        parts = np.split(stored.reshape(shape.width, window), [num_keys, 2 * num_keys])[::-1]
+        return np.ascontiguousarray(np.concatenate(parts))
+    parts = []
+    for part, size in sizes.items():
+        one = f"{name}.{part}_conv1d.weight"
+        axes = (size, 1, window) if len(reader.shape(one)) > 2 else (size, window)
+        parts.append(reader.tensor(one, axes).reshape(size, window))
     return np.ascontiguousarray(np.concatenate(parts))
 
 
 #: Kimi Linear: the gated delta rule with a decay per number of the key.
 KIMI_DELTA = RecurrentLayout(_kimi_delta_spec, _read_kimi_delta)
+
+
+def _bailing_delta_spec(config: Config) -> RecurrentSpec:
+    spec = _kimi_delta_spec(config)
+    if not bool_value(config, "kda_safe_gate", True):
+        return spec
+    low = number("kda_lower_bound", value_or(config, "kda_lower_bound", -5.0), -MAX_FACTOR, -1e-6)
+    return replace(spec, shape=replace(spec.shape, min_exponent=low))
+
+
+#: Ling 3: that of Kimi Linear with a limit of the decay, and without low-rank matrices.
+BAILING_DELTA = RecurrentLayout(_bailing_delta_spec, _read_kimi_delta)
+
+
+def _olmo_delta_spec(config: Config) -> RecurrentSpec:
+    heads = int_value(config, "num_attention_heads", high=MAX_COUNT)
+    groups = int_value(config, "linear_num_key_heads", heads, high=MAX_COUNT)
+    size = int_value(
+        config, "linear_key_head_dim", 3 * int_value(config, "hidden_size") // (4 * groups)
+    )
+    strength = 2.0 if bool_value(config, "linear_allow_neg_eigval", True) else 1.0
+    shape = _shape(
+        "delta",
+        int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT),
+        (
+            int_value(config, "linear_num_value_heads", heads, high=MAX_COUNT),
+            int_value(config, "linear_value_head_dim", 2 * size, high=MAX_COUNT),
+        ),
+        (groups, size),
+        max_strength=strength,
+    )
+    return RecurrentSpec(shape, norm="before", norm_groups=shape.num_heads, norm_eps=1e-5)
+
+
+def _read_olmo_delta(
+    reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
+) -> RecurrentWeights:
+    name, shape = f"{layer}.linear_attn", spec.shape
+    heads, size, num_keys = shape.num_heads, shape.width_out, shape.num_groups * shape.state_size
+    values, keys, queries, gate = (
+        reader.linear(f"{name}.{part}_proj", (count, hidden), False)
+        for part, count in (("v", size), ("k", num_keys), ("q", num_keys), ("g", size))
+    )
+    strengths = reader.matrix(f"{name}.b_proj", (heads, hidden))
+    steps = reader.matrix(f"{name}.a_proj", (heads, hidden))
+    vectors = RecurrenceWeights(
+        _separate_convolutions(reader, name, shape),
+        decay=_decay(reader, name, (heads,)),
+        step_bias=reader.vector(f"{name}.dt_bias", heads),
+    )
+    return RecurrentWeights(
+        values,
+        gate,
+        reader.linear(f"{name}.o_proj", (hidden, size), False),
+        vectors,
+        Linear(_stacked(strengths, steps, f"{name}.gates")),
+        norm=reader.vector(f"{name}.o_norm.weight", shape.head_dim),
+        keys=keys,
+        queries=queries,
+    )
+
+
+#: OLMo's hybrid: the gated delta rule with separate matrices, whose strengths may exceed 1.
+OLMO_DELTA = RecurrentLayout(_olmo_delta_spec, _read_olmo_delta)
 
 
 def _lightning_spec(config: Config) -> RecurrentSpec:

@@ -244,6 +244,12 @@ class TensorReader:
             )
 
 
+def attention_name(reader: TensorReader, layer: str) -> str:
+    """The name of a layer's first sublayer, which Ling has another word for."""
+    other = f"{layer}.attention"
+    return other if reader.has_module(other) else f"{layer}.self_attn"
+
+
 def _padded(
     update: MatrixUpdate, name: str, rows: slice | np.ndarray | None
 ) -> tuple[Weight, Weight]:

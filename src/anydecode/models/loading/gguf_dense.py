@@ -27,6 +27,17 @@ def smollm3(keys: Keys, config: dict[str, Any]) -> None:
     config["use_sliding_window"] = False
 
 
+def qwen(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen: the file has the size of both halves of a gated MLP together."""
+    config["intermediate_size"] = keys.count("feed_forward_length", low=2) // 2
+
+
+def baichuan(keys: Keys, config: dict[str, Any]) -> None:
+    """Baichuan: files do not store that the models of 40 layers have linear biases. Their heads
+    are read as stored: whoever converts Baichuan 2 norms the rows before."""
+    config["alibi"] = config["num_hidden_layers"] == 40
+
+
 def qwen2(keys: Keys, config: dict[str, Any]) -> None:
     """Qwen2: no windows."""
     config["use_sliding_window"] = False

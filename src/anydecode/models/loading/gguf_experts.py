@@ -218,6 +218,14 @@ def kimi_linear(keys: Keys, config: dict[str, Any]) -> None:
     _groups(keys, config)
 
 
+def bailing_hybrid(keys: Keys, config: dict[str, Any]) -> None:
+    """Ling 3: Kimi Linear with a limit of the decay."""
+    _further_layers(keys, config)
+    kimi_linear(keys, config)
+    config["kda_safe_gate"] = keys.get("kda.safe_gate", True)
+    config["kda_lower_bound"] = keys.number("kda.gate_lower_bound")
+
+
 def laguna(keys: Keys, config: dict[str, Any]) -> None:
     """Laguna. Without a pattern, every fourth layer, from the first on, has no window."""
     _require_sigmoid(keys)
@@ -368,6 +376,12 @@ def experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
     config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
     config["routed_scaling_factor"] = keys.number("expert_weights_scale", 1.0)
     config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
+
+
+def deepseek_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """DeepSeekMoE."""
+    experts_beside_shared(keys, config)
+    config["norm_topk_prob"] = False
 
 
 def deepseek(keys: Keys, config: dict[str, Any]) -> None:

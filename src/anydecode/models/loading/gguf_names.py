@@ -141,6 +141,11 @@ _BLOCK_INDEXER = {
     f"indexer.{part}": f"self_attn.indexer.{part}"
     for part in ("q_proj", "k_proj", "q_norm", "k_norm")
 }
+_KIMI_DELTA = {
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
@@ -178,6 +183,7 @@ OVERRIDES = {
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
+    "qwen": {"attn_qkv": "self_attn.qkv_proj"},
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
@@ -188,6 +194,11 @@ OVERRIDES = {
     },
     "olmoe": {"ffn_gate_inp": "mlp.gate"},
     "granitemoe": _shared("shared_mlp"),
+    "granite_swa": {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_up_shexp": "mlp.shared_mlp.gate_up_proj",
+        "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    },
     "granitehybrid": {**_MAMBA_2, **_shared("shared_mlp")},
     "falcon-h1": _MAMBA_2,
     "nemotron_h": _MAMBA_2,
@@ -234,7 +245,9 @@ OVERRIDES = {
         "post_attention_norm": "post_attention_layernorm",
         **_shared("shared_experts"),
     },
-    **dict.fromkeys(("dots1", "bailingmoe", "exaone-moe", "cohere2moe"), _shared("shared_experts")),
+    **dict.fromkeys(
+        ("dots1", "bailingmoe", "deepseek", "exaone-moe", "cohere2moe"), _shared("shared_experts")
+    ),
     "minimax-m3": {**_shared("shared_experts"), **_BLOCK_INDEXER},
     "laguna": {"attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
     "step35": {"attn_gate": "self_attn.gate_proj", **_shared("share_expert")},
@@ -258,10 +271,16 @@ OVERRIDES = {
     "kimi-linear": {
         **_LATENT,
         **_shared("shared_experts"),
-        **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
         **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
-        "ssm_beta": "self_attn.b_proj",
-        "ssm_norm": "self_attn.o_norm",
+        **_KIMI_DELTA,
+    },
+    "bailingmoe3": {
+        **_LATENT,
+        **_shared("shared_experts"),
+        **_KIMI_DELTA,
+        "attn_gate": "self_attn.g_proj",
+        "ssm_f_a": "self_attn.f_proj",
+        "ssm_g_a": "self_attn.g_proj",
     },
 }
 _MLP_EXPERTS = {
@@ -292,10 +311,11 @@ EXPERTS = {
     **dict.fromkeys(
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
-            *("granitemoe", "granitehybrid", "lfm2moe", "ernie4_5-moe", *_DEEPSEEK),
+            *("granitemoe", "granite_swa", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
+            *("deepseek", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
-            *("hy_v3", "mellum", "mimo2", "kimi-linear"),
+            *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3"),
             *("laguna", "step35", "cohere2moe", "minimax-m3"),
         ),
         _MLP_EXPERTS,
@@ -303,7 +323,7 @@ EXPERTS = {
 }
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
-    (*_DEEPSEEK, "kimi-linear"),
+    (*_DEEPSEEK, "kimi-linear", "bailingmoe3"),
     {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
 )
 #: Vectors whose Hugging Face names have no suffix.
@@ -337,7 +357,10 @@ OWN_VECTORS = {
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
-    "kimi-linear": {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"},
+    **dict.fromkeys(
+        ("kimi-linear", "bailingmoe3"),
+        {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"},
+    ),
     "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
 }
 #: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
@@ -350,7 +373,7 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
-    *("step35", "cohere2moe"),
+    *("step35", "cohere2moe", "bailingmoe3"),
 )
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
@@ -361,6 +384,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
     *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed", "deci"),
+    *("granite_swa", "baichuan", "xverse", "deepseek"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (

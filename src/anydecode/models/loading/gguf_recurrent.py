@@ -8,7 +8,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_dense import granite
 from anydecode.models.loading.gguf_keys import Keys
-from anydecode.models.loading.gguf_rope import partial_rotary
+from anydecode.models.loading.gguf_rope import partial_rotary, windows
 
 #: RWKV-7: the epsilon of the norms of heads, which files do not store.
 _RWKV_NORM_EPS = 64e-5
@@ -126,6 +126,20 @@ def granite_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["moe_intermediate_size"] = config["intermediate_size"]
     shared = keys.count("expert_shared_feed_forward_length", 0, low=0)
     config["shared_intermediate_size"] = shared
+
+
+def granite_swa(keys: Keys, config: dict[str, Any]) -> None:
+    """Granite with windows: the layers with rotary position embeddings, and experts."""
+    granite_moe(keys, config)
+    windows(keys, config)
+    count = config["num_hidden_layers"]
+    flags = keys.get("attention.rope_pattern", [True] * count)
+    if not isinstance(flags, list) or len(flags) < count:
+        raise refusal(keys.name("attention.rope_pattern"), flags, f"a list of {count} flags")
+    config["layer_rope_theta"] = [config["rope_theta"] if flag else 0.0 for flag in flags[:count]]
+    if config["num_local_experts"]:
+        config["model_type"] = "granitemoe_swa"
+        config["architectures"] = ["GraniteMoeSWAForCausalLM"]
 
 
 def falcon_h1(keys: Keys, config: dict[str, Any]) -> None:

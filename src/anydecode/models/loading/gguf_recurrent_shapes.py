@@ -29,7 +29,7 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _gated_delta(config)
     elif config["model_type"] == "jamba":
         yield from _jamba(config)
-    elif config["model_type"] == "kimi_linear":
+    elif "linear_head_dim" in config:
         yield from _kimi_delta(config)
     elif "time_step_rank" in config:
         sizes = (config["intermediate_size"], config["state_size"], config["conv_kernel"])
@@ -135,6 +135,9 @@ def _kimi_delta(config: Config) -> Iterator[Expected]:
         yield f"{name}.{part}_proj.weight", (size, hidden), True
         yield f"{name}.{part}_conv1d.weight", (size, 1, config["linear_conv_kernel_dim"]), True
     for part in "fg":
+        if config["model_type"] == "bailing_hybrid":
+            yield f"{name}.{part}_proj.weight", (size, hidden), True
+            continue
         yield f"{name}.{part}_a_proj.weight", (dim, hidden), True
         yield f"{name}.{part}_b_proj.weight", (size, dim), True
     yield f"{name}.b_proj.weight", (heads, hidden), True

@@ -234,6 +234,8 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
             "self_attn.q_b_proj": (query, inner),
         }
         norms["self_attn.q_a_layernorm"] = inner
+    if FAMILIES[config["model_type"]].attention_gate:
+        matrices["self_attn.g_proj"] = (heads, hidden)
     if config["has_stacked_heads"]:
         for head in range(heads):
             matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)
@@ -267,7 +269,10 @@ def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shap
         shape = (size, inner) if part == "ffn_down" else (inner, size)
         shapes |= {module.format(index): shape for index in range(experts)}
     shared, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
-    if shared:
+    fused = f"{name}.gate_up_proj"
+    if shared and OVERRIDES[architecture].get("ffn_up_shexp") == fused:
+        shapes |= {fused: (2 * shared, hidden), f"{name}.down_proj": (hidden, shared)}
+    elif shared:
         shapes |= _dense_shapes(name, shared, hidden, is_plain)
         if moe.has_shared_gate:
             shapes[f"{name}_gate"] = (1, hidden)

@@ -1,6 +1,6 @@
 """Converts the layouts of GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon, BLOOM,
-MPT, OPT, EXAONE 3 and InternLM2 to the usual one: module names, separate queries, keys and values,
-and matrices of shape [out, in]."""
+MPT, OPT, EXAONE 3, InternLM2 and Qwen to the usual one: module names, separate queries, keys and
+values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -344,6 +344,27 @@ _INTERNLM2 = _Layout(
     rows=_by_group,
     has_key_heads=True,
 )
+_QWEN = replace(
+    _GPT2,
+    keys={
+        "seq_length": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "rotary_emb_base": "rope_theta",
+    },
+    defaults={"rms_norm_eps": 1e-6},
+    fixed={"scale_attn_weights": True, "rotary_pct": 1.0},
+    prefixes=("transformer.",),
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        "attn.c_proj": ("self_attn.o_proj",),
+        "mlp.w2": ("mlp.gate_proj",),
+        "mlp.w1": ("mlp.up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    is_transposed=False,
+)
 #: The norms of layers of OPT that follow the sublayers.
 _SUM_NORMS = {
     "self_attn_layer_norm": ("post_attention_layernorm",),
@@ -362,6 +383,7 @@ _LAYOUTS = {
     "gpt_bigcode": _GPT_BIGCODE,
     "exaone": _EXAONE,
     "internlm2": _INTERNLM2,
+    "qwen": _QWEN,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -400,6 +422,8 @@ def to_hf_layout(
         inner |= _complete_falcon(usual)
     if config["model_type"] == "mpt":
         _complete_mpt(usual)
+    if config["model_type"] == "qwen":
+        _complete_qwen(usual)
     if config["model_type"] == "gpt_bigcode" and bool_value(usual, "multi_query", True):
         usual["num_key_value_heads"] = 1
     if not bool_value(usual, "do_layer_norm_before", True):
@@ -491,6 +515,15 @@ def _complete_mpt(config: dict[str, Any]) -> None:
     ratio = number("expansion_ratio", value_or(config, "expansion_ratio", 4))
     hidden = integer("hidden_size", config.get("hidden_size"))
     config["intermediate_size"] = int(ratio * hidden)
+
+
+def _complete_qwen(config: dict[str, Any]) -> None:
+    """Complete a config of Qwen, which has the size of both halves of a gated MLP together."""
+    config["intermediate_size"] = (
+        integer("intermediate_size", config.get("intermediate_size"), 2) // 2
+    )
+    has_bias = not bool_value(config, "no_bias", True)
+    config["attention_out_bias"] = config["mlp_bias"] = has_bias
 
 
 def _converted(
