@@ -238,6 +238,13 @@ def test_a_recursive_schema_beside_other_keywords() -> None:
     )  # fmt: skip
     assert allowed("{}") and allowed('{"a":{"b":1}}') and allowed('{"a":{"a":{"x":{}}}}')
     assert not allowed('{"a":{}}') and not allowed('{"a":{"a":{}}}')
+    tree = {"type": "object", "properties": {"a": {"$ref": "#/$defs/tree"}}}
+    named = {"$ref": "#/$defs/tree", "required": ["b"]}
+    allowed = of_schema(
+        {"$defs": {"tree": tree}, "allOf": [named, {"anyOf": [{"minProperties": 2}, named]}]}
+    )
+    assert allowed('{"a":{},"b":1}') and allowed('{"b":1}')
+    assert not allowed('{"a":{}}') and not allowed('{"a":1,"b":1}')
 
 
 def test_texts_are_divided_by_what_matches_them() -> None:

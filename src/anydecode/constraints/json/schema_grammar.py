@@ -243,19 +243,21 @@ class _SchemaRules:
         merged = self._all_of([schema])
         if not isinstance(merged, dict):
             return self._value(merged)
-        rest = {keyword: value for keyword, value in merged.items() if keyword in ASSERTING}
+        rest = {key: value for key, value in merged.items() if key in ASSERTING or key == "$ref"}
         options = rest.pop("anyOf", None)
         if options is not None and rest:
             return choice(self._value(self._all_of([rest, option])) for option in options)
-        parts = [merged, *merged.get("allOf", ())]
-        references = [one for one in parts if isinstance(one, dict) and "$ref" in one]
-        if len(merged.get("allOf", ())) > 1 or ("$ref" in merged and rest):
-            if not references:
+        joined = rest.pop("allOf", ())
+        if len(joined) + len(rest) > 1 and (joined or "$ref" in rest):
+            parts = []
+            for part in (rest, *joined):
+                if isinstance(part, dict) and "$ref" in part:
+                    parts.append(self._target(part["$ref"]))
+                    part = {key: value for key, value in part.items() if key != "$ref"}
+                parts.append(part)
+            if len(parts) == 1 + len(joined):
                 raise _unsupported("allOf", "of schemas that cannot be merged into one")
-            targets = [self._target(one["$ref"]) for one in references]
-            others = [one for one in merged.get("allOf", ()) if one not in references]
-            rest.pop("allOf", None)
-            merged = self._all_of([rest, *others, *targets])
+            merged = self._all_of(parts)
         return self._value(merged)
 
     def _all_of(self, schemas: list[Any]) -> Any:
