@@ -312,7 +312,7 @@ def test_other_kinds_of_unigram_models_are_left_out(
     assert written(tmp_path, {}) is None
 
 
-def test_the_tokenizer_of_qwen_1(tmp_path: Path) -> None:
+def test_texts_of_qwen_are_those_of_tiktoken(tmp_path: Path) -> None:
     """Against tiktoken itself."""
     library = pytest.importorskip("tiktoken")
     # tiktoken also takes words that no merges lead to, which vocabularies do not have.
