@@ -64,7 +64,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     # A configuration changes the dictionaries that it is given.
     config = config_class(**{**BASE, "attn_implementation": "eager", **deepcopy(settings)})
     torch.manual_seed(seed)
-    suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    suffix = "LMHeadModel" if family in ("GPT2", "OpenAIGPT") else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -516,6 +516,22 @@ CASES = {
         },
         {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 0.7},
     ),
+    "dbrx": Case(
+        "Dbrx",
+        "dbrx",
+        {
+            "d_model": 48,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 5000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 2},
+        },
+        {
+            "feed_forward_length": 24,
+            "attention.layer_norm_epsilon": 1e-5,
+            "attention.clamp_kqv": 0.7,
+            "expert_count": 5,
+            "expert_used_count": 2,
+        },
+    ),
     "falcon new": Case(
         "Falcon", "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}
     ),
@@ -610,6 +626,9 @@ def _stored(model: Any) -> Iterator[tuple[str, Any]]:
                 yield name.replace("gate_up", part), half.transpose(1, 2)
         elif "feed_forward.experts" in name:
             yield name, parameter.transpose(1, 2)
+        elif "ffn.experts" in name:
+            stack = parameter.view(-1, model.config.ffn_config.ffn_hidden_size, parameter.shape[1])
+            yield name, stack.transpose(1, 2) if name.endswith("w2") else stack
         elif name.startswith(("model.altup_projections", "model.altup_unembed_projections")):
             stacks.setdefault(name.split(".")[1], []).append(parameter)
         elif "_layernorm.norms." in name:
@@ -805,6 +824,8 @@ def test_the_small_matrices_of_streams_are_not_quantised(tmp_path: Path) -> None
         ("llama4", {"rope.freq_base": 500.0}),
         ("llama4 dense", {"expert_used_count": 1}),
         ("mpt odd", {"attention.clamp_kqv": None}),
+        ("dbrx", {"attention.clamp_kqv": None}),
+        ("dbrx", {"expert_used_count": 1}),
         ("gemma4", {"rope.freq_base_swa": None}),
         ("gemma4", {"rope.freq_base": 500.0}),
         ("gemma4", {"attention.sliding_window": 5}),

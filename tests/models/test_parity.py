@@ -175,6 +175,11 @@ OLMO_HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_theta": None, "rope_type": "default"},
 }
+DBRX: dict[str, Any] = {
+    "d_model": 48,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
+}
 LING_3: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "num_hidden_layers": 4,
@@ -1283,6 +1288,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "openai gpt": (
+        "OpenAIGPT",
+        {"n_positions": 120, "num_attention_heads": 6, "tie_word_embeddings": False},
+    ),
+    "biogpt": ("BioGpt", {"max_position_embeddings": 120, "tie_word_embeddings": False}),
+    "biogpt unscaled": ("BioGpt", {"scale_embedding": False, "num_attention_heads": 6}),
+    "xglm": (
+        "XGLM",
+        {"ffn_dim": 72, "max_position_embeddings": 120, "tie_word_embeddings": False},
+    ),
+    "xglm unscaled": ("XGLM", {"ffn_dim": 80, "scale_embedding": False}),
+    "persimmon": ("Persimmon", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}),
+    "persimmon without norms": (
+        "Persimmon",
+        {"qk_layernorm": False, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    ),
+    "dbrx": ("Dbrx", DBRX),
+    "dbrx odd": (
+        "Dbrx",
+        {
+            **DBRX,
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 1},
+        },
+    ),
     "opt": ("OPT", {"ffn_dim": 72, "max_position_embeddings": 120}),
     "opt norms of sums": (
         "OPT",
@@ -1551,7 +1581,8 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
     from transformers import DynamicCache
 
     tokens, rows = list(prompt), []
-    if type(model).__name__.startswith("Bamba"):  # its steps with a cache differ from its prefill
+    # The steps of Bamba with a cache differ from its prefill, and GPT has none.
+    if type(model).__name__.startswith(("Bamba", "OpenAIGPT")):
         for _ in range(count):
             tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
         return tokens[len(prompt) :], hf_logits(model, tokens[:-1])
@@ -2092,6 +2123,11 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "strengths of twice a sigmoid": ("olmo hybrid", {"linear_allow_neg_eigval": False}),
     "a limit of decays": ("ling 3", {"kda_safe_gate": False}),
     "another limit of decays": ("ling 3", {"kda_lower_bound": -5.0}),
+    "scale of embeddings": ("xglm", {"scale_embedding": False}),
+    "limit of queries and keys": (
+        "dbrx",
+        {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 1e4}},
+    ),
     "activation of bitnet": ("bitnet", {"hidden_act": "silu"}),
 }
 
@@ -2113,6 +2149,12 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "norms of outputs in GPT": ("openai gpt", lambda network: _each_spec(network, norms="post")),
+    "no norms that heads share": (
+        "persimmon",
+        lambda network: _each_spec(network, qk_norm=None),
+    ),
+    "waves from the first row": ("xglm", lambda network: _move_positions(network)),
     "latent attention without gates": (
         "ling 3",
         lambda network: _each(network, attention_gate=None),

@@ -182,6 +182,46 @@ def qwen(folder: Path, model: Any, **changes: Any) -> Path:
     return saved(folder, tensors, {**config, **changes})
 
 
+CHATGLM = {
+    "model.embed_tokens": "transformer.embedding.word_embeddings",
+    "model.norm": "transformer.encoder.final_layernorm",
+    "lm_head": "transformer.output_layer",
+    "model.layers.": "transformer.encoder.layers.",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+
+
+def chatglm(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model, GLM of `transformers`, as ChatGLM3."""
+    config = {
+        "model_type": "chatglm",
+        "architectures": ["ChatGLMModel"],
+        "padded_vocab_size": 131,
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "ffn_hidden_size": 80,
+        "num_layers": 3,
+        "num_attention_heads": 4,
+        "kv_channels": 12,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "seq_length": 256,
+        "layernorm_epsilon": 1e-5,
+        "rope_ratio": 0.05,
+        "add_qkv_bias": True,
+        "add_bias_linear": False,
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": False,
+    }
+    tensors = renamed(model, CHATGLM)
+    fuse(tensors, "self_attn.{}_proj", "self_attention.query_key_value")
+    return saved(folder, tensors, {**config, **changes})
+
+
 def deepseek(folder: Path, model: Any, **changes: Any) -> Path:
     """A folder with the model, Qwen2 with experts, as DeepSeekMoE: its shared expert has the factor
     0.5, because its gate is zero, and its attention no biases."""
@@ -258,6 +298,15 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     ),
     "qwen": (qwen, "Qwen2", MANY_KEYS),
     "deepseek": (deepseek, "Qwen2Moe", EXPERTS),
+    "chatglm": (
+        chatglm,
+        "Glm",
+        {
+            "head_dim": 12,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
 }  # fmt: skip
 
 
@@ -295,6 +344,8 @@ def test_logits_and_greedy_tokens_match(name: str, tmp_path: Path) -> None:
         ("baichuan", {"max_position_embeddings": None}),  # linear biases
         ("qwen", {"layer_norm_epsilon": 1.0}),
         ("qwen", {"rotary_emb_base": 1e4}),
+        ("chatglm", {"rope_ratio": 1}),
+        ("chatglm", {"layernorm_epsilon": 1.0}),
         ("deepseek", {"norm_topk_prob": True}),
         ("deepseek", {"num_experts_per_tok": 3}),
     ],
@@ -332,6 +383,8 @@ def test_the_rows_of_other_heads_of_baichuan_keep_their_norms(tmp_path: Path) ->
         ("qwen", {"intermediate_size": 1}, "intermediate_size is 1"),
         ("qwen", {"rotary_pct": 0.5}, "rotary_pct 0.5 is not supported in a qwen config"),
         ("qwen", {"num_attention_heads": 5}, "num_attention_heads is 5"),
+        ("chatglm", {"kv_channels": None}, r"without kv_channels \(ChatGLM-6B\) is not supported"),
+        ("chatglm", {"rmsnorm": False}, "rmsnorm False is not supported"),
         ("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
     ],
 )

@@ -33,7 +33,6 @@ from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
-from anydecode.models.lora import set_adapter
 from anydecode.models.network import (
     ConfidenceHead,
     Experts,
@@ -95,15 +94,11 @@ def load_network(
     """The architecture and the weights of a checkpoint. Arguments and errors as for `build_model`.
 
     With `keeps_updates`, updates of packed matrices (`Checkpoint.updates`) stay beside these, as
-    `build_model` does it; otherwise they are merged. Those of `Checkpoint.adapters` are always
-    beside their matrices.
+    `build_model` does it; otherwise each matrix is one weight.
     """
     with untrusted(checkpoint.path):
         spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-        network = Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
-        for path, factors in checkpoint.adapters:
-            set_adapter(path, factors, network)
-        return network
+        return Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
 
 
 def _read_weights(
@@ -408,6 +403,9 @@ class _LayerReader:
             names = ("self_attn.q_norm", "self_attn.k_norm")
             layer.query_norm = self._head_norms(names[0], shape.num_heads, self._spec.query_order())
             layer.key_norm = self._head_norms(names[1], shape.num_kv_heads, self._spec.key_order())
+            if self._reader.has(f"{self._full(names[0])}.bias"):
+                layer.query_norm_bias = self._head_bias(names[0], layer.query_norm)
+                layer.key_norm_bias = self._head_bias(names[1], layer.key_norm)
         elif self._spec.qk_norm not in (None, "plain"):
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)

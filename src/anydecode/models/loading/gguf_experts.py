@@ -378,6 +378,12 @@ def experts_beside_shared(keys: Keys, config: dict[str, Any]) -> None:
     config["norm_topk_prob"] = keys.get("expert_weights_norm", True)
 
 
+def dbrx(keys: Keys, config: dict[str, Any]) -> None:
+    """DBRX: a limit of 0 is none."""
+    experts(keys, config)
+    config["clip_qkv"] = keys.number("attention.clamp_kqv", 0.0) or None
+
+
 def deepseek_moe(keys: Keys, config: dict[str, Any]) -> None:
     """DeepSeekMoE."""
     experts_beside_shared(keys, config)

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "orion": ("orion", "OrionForCausalLM"),
     "xverse": ("xverse", "XverseForCausalLM"),
     "qwen": ("qwen", "QWenLMHeadModel"),
+    "dbrx": ("dbrx", "DbrxForCausalLM"),
     "deepseek": ("deepseek", "DeepseekForCausalLM"),
     "minicpm": ("minicpm", "MiniCPMForCausalLM"),
     "glm4": ("glm4", "Glm4ForCausalLM"),

@@ -184,6 +184,11 @@ OVERRIDES = {
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
     "qwen": {"attn_qkv": "self_attn.qkv_proj"},
+    "dbrx": {
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+    },
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
@@ -312,7 +317,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("granitemoe", "granite_swa", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
-            *("deepseek", *_DEEPSEEK),
+            *("dbrx", "deepseek", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
             *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3"),

@@ -1,9 +1,10 @@
-"""Converts the layouts of GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon, BLOOM,
-MPT, OPT, EXAONE 3, InternLM2 and Qwen to the usual one: module names, separate queries, keys and
-values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon,
+BLOOM, MPT, OPT, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX to the usual
+one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels import portable
 from anydecode.models.families.values import (
     bool_value,
     mapping_value,
     rotary_share,
     value_or,
 )
-from anydecode.models.limits import MAX_COUNT, ConfigError, integer, number, refusal
+from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, ConfigError, integer, number, refusal
 from anydecode.models.loading.lazy import Reader
 
 
@@ -365,6 +367,122 @@ _QWEN = replace(
     },
     is_transposed=False,
 )
+_OPENAI_GPT = replace(
+    _GPT2,
+    keys={**_GPT2.keys, "afn": "hidden_act"},
+    # Its function called "gelu" is this one.
+    defaults={
+        "hidden_act": "gelu_new",
+        "tie_word_embeddings": True,
+        "do_layer_norm_before": False,
+    },
+    fixed={"afn": "gelu"},
+    outer={"tokens_embed": "embed_tokens", "positions_embed": "embed_positions"},
+    inner={
+        **_GPT2.inner,
+        "ln_1": ("post_attention_layernorm",),
+        "ln_2": ("post_feedforward_layernorm",),
+    },
+)
+_BIOGPT = replace(
+    _OPT,
+    keys={},
+    defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
+    fixed={},
+    prefixes=("biogpt.",),
+    outer={
+        "embed_tokens": "embed_tokens",
+        "embed_positions": "embed_positions",
+        "layer_norm": "norm",
+    },
+)
+_XGLM = replace(
+    _BIOGPT,
+    keys={
+        "d_model": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "attention_heads": "num_attention_heads",
+        "ffn_dim": "intermediate_size",
+        "activation_function": "hidden_act",
+    },
+    fixed={"add_cross_attention": False},
+    prefixes=("model.",),
+)
+_CHATGLM = replace(
+    _GPT_NEOX,
+    keys={
+        "num_layers": "num_hidden_layers",
+        "ffn_hidden_size": "intermediate_size",
+        "padded_vocab_size": "vocab_size",
+        "seq_length": "max_position_embeddings",
+        "kv_channels": "head_dim",
+        "layernorm_epsilon": "rms_norm_eps",
+        "multi_query_group_num": "num_key_value_heads",
+        "add_qkv_bias": "attention_bias",
+        "add_bias_linear": "mlp_bias",
+    },
+    defaults={"attention_bias": False, "rms_norm_eps": 1e-5},
+    fixed={
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "apply_residual_connection_post_layernorm": False,
+        "position_encoding_2d": False,
+    },
+    prefixes=("transformer.encoder.", "transformer."),
+    outer={"embedding.word_embeddings": "embed_tokens", "final_layernorm": "norm"},
+    inner={
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "self_attention.dense": ("self_attn.o_proj",),
+        "mlp.dense_h_to_4h": ("mlp.gate_up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    qkv="self_attention.query_key_value",
+    rows=_in_sequence,
+    has_key_heads=True,
+)
+_PERSIMMON = replace(
+    _GPT_NEOX,
+    keys={"qk_layernorm": "use_qk_norm"},
+    defaults={"hidden_act": "relu2"},
+    prefixes=("model.",),
+    outer={"embed_tokens": "embed_tokens", "final_layernorm": "norm"},
+    inner={
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "self_attn.dense": ("self_attn.o_proj",),
+        "self_attn.q_layernorm": ("self_attn.q_norm",),
+        "self_attn.k_layernorm": ("self_attn.k_norm",),
+        "mlp.dense_h_to_4h": ("mlp.up_proj",),
+        "mlp.dense_4h_to_h": ("mlp.down_proj",),
+    },
+    qkv="self_attn.query_key_value",
+)
+_DBRX = replace(
+    _MPT,
+    keys={
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "max_seq_len": "max_position_embeddings",
+    },
+    defaults={"max_position_embeddings": 2048},
+    fixed={},
+    inner={
+        "norm_attn_norm.norm_1": ("input_layernorm",),
+        "norm_attn_norm.norm_2": ("post_attention_layernorm",),
+        "norm_attn_norm.attn.out_proj": ("self_attn.o_proj",),
+        "ffn.router.layer": ("mlp.gate",),
+        "ffn.experts.mlp": ("mlp",),
+    },
+    qkv="norm_attn_norm.attn.Wqkv",
+)
+#: The experts of a layer of DBRX, and the stacks of matrices that they are.
+_DBRX_EXPERTS = {
+    ".mlp.w1": ".mlp.gate_proj.weight",
+    ".mlp.v1": ".mlp.up_proj.weight",
+    ".mlp.w2": ".mlp.down_proj.weight",
+}
 #: The norms of layers of OPT that follow the sublayers.
 _SUM_NORMS = {
     "self_attn_layer_norm": ("post_attention_layernorm",),
@@ -384,6 +502,12 @@ _LAYOUTS = {
     "exaone": _EXAONE,
     "internlm2": _INTERNLM2,
     "qwen": _QWEN,
+    "openai-gpt": _OPENAI_GPT,
+    "biogpt": _BIOGPT,
+    "xglm": _XGLM,
+    "chatglm": _CHATGLM,
+    "persimmon": _PERSIMMON,
+    "dbrx": _DBRX,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -396,7 +520,9 @@ _MPT_ATTENTION = {
 }
 #: The list of layers, the number of a layer, and a module in it.
 _LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)")
-_HEADS = {"lm_head": "lm_head", "embed_out": "lm_head", "output": "lm_head"}
+_HEADS = dict.fromkeys(
+    ("lm_head", "embed_out", "output", "output_projection", "transformer.output_layer"), "lm_head"
+)
 
 
 def is_gpt(config: dict[str, Any]) -> bool:
@@ -420,10 +546,9 @@ def to_hf_layout(
         usual["num_key_value_heads"] = usual.get("num_attention_heads")
     if config["model_type"] == "falcon":
         inner |= _complete_falcon(usual)
-    if config["model_type"] == "mpt":
-        _complete_mpt(usual)
-    if config["model_type"] == "qwen":
-        _complete_qwen(usual)
+    complete = _COMPLETIONS.get(config["model_type"])
+    if complete is not None:
+        complete(usual)
     if config["model_type"] == "gpt_bigcode" and bool_value(usual, "multi_query", True):
         usual["num_key_value_heads"] = 1
     if not bool_value(usual, "do_layer_norm_before", True):
@@ -441,7 +566,63 @@ def to_hf_layout(
         result.update(_converted(name, reader, layout, inner, rows))
     if usual.get("word_embed_proj_dim", usual["hidden_size"]) != usual["hidden_size"]:
         _project(usual, result)
+    if config["model_type"] == "xglm":
+        result["model.embed_positions.weight"] = partial(_waves, usual)
+    if config["model_type"] == "persimmon":
+        _repeat_norms(usual, result)
+    if config["model_type"] == "dbrx":
+        _stack_experts(usual, result)
     return usual, result
+
+
+def _waves(config: Mapping[str, Any]) -> np.ndarray:
+    """The table of positions of XGLM, float32: sines of all frequencies, then cosines. That of
+    position 0 is its third row; the row of the padding token is zero."""
+    count = integer("max_position_embeddings", config.get("max_position_embeddings"))
+    hidden = integer("hidden_size", config.get("hidden_size"), 4)
+    half = hidden // 2
+    frequencies = portable.exp(np.arange(half) * (-math.log(10_000) / (half - 1)))
+    angles = np.arange(count + 2, dtype=np.float32)[:, None] * frequencies.astype(np.float32)
+    parts = portable.sine_and_cosine(angles)
+    table = np.zeros((count + 2, hidden), np.float32)
+    table[:, : 2 * half] = np.concatenate(parts, 1)
+    padding = config.get("pad_token_id", 1)
+    if isinstance(padding, int) and 0 <= padding < len(table):
+        table[padding] = 0.0
+    return table[2:]
+
+
+def _repeat_norms(config: Mapping[str, Any], readers: dict[str, Reader]) -> None:
+    """Give each head its copy of the norms of queries and keys that all heads share."""
+    heads = _heads(dict(config))[0]
+    for name, reader in readers.items():
+        if name.endswith((".q_norm.weight", ".k_norm.weight")):
+            readers[name] = partial(_repeated, reader, (heads, 1))
+        elif name.endswith((".q_norm.bias", ".k_norm.bias")):
+            readers[name] = partial(_repeated, reader, (heads,))
+
+
+def _repeated(reader: Reader, counts: tuple[int, ...]) -> np.ndarray:
+    return np.tile(np.asarray(reader()), counts)
+
+
+def _stack_experts(config: Mapping[str, Any], readers: dict[str, Reader]) -> None:
+    """Read the experts of DBRX, whose rows are those of one matrix, as stacks of matrices."""
+    count = integer("moe_num_experts", config.get("num_experts"), 1, MAX_EXPERTS)
+    for name in list(readers):
+        for end, stack in _DBRX_EXPERTS.items():
+            if name.endswith(end):
+                reader = partial(_stack, readers.pop(name), name, count, end == ".mlp.w2")
+                readers[f"{name.removesuffix(end)}{stack}"] = reader
+
+
+def _stack(reader: Reader, name: str, count: int, is_transposed: bool) -> np.ndarray:
+    """A matrix as `count` matrices, which may be stored transposed."""
+    rows = np.asarray(reader())
+    if rows.ndim != 2 or len(rows) % count:
+        raise CheckpointError(f"tensor {name} has shape {rows.shape}; it has {count} experts")
+    stack = rows.reshape(count, -1, rows.shape[1])
+    return stack.swapaxes(1, 2) if is_transposed else stack
 
 
 def _project(config: dict[str, Any], readers: dict[str, Reader]) -> None:
@@ -524,6 +705,49 @@ def _complete_qwen(config: dict[str, Any]) -> None:
     )
     has_bias = not bool_value(config, "no_bias", True)
     config["attention_out_bias"] = config["mlp_bias"] = has_bias
+
+
+def _complete_norm_eps(config: dict[str, Any]) -> None:
+    """BioGPT and XGLM: norms have the default of their class, whatever the config says."""
+    config["layer_norm_eps"] = 1e-5
+
+
+def _complete_chatglm(config: dict[str, Any]) -> None:
+    """Complete a config of ChatGLM 2, 3 or GLM-4, whose base of rotations is a factor."""
+    if "head_dim" not in config:
+        raise ConfigError("a chatglm config without kv_channels (ChatGLM-6B) is not supported")
+    if not bool_value(config, "multi_query_attention"):
+        config["num_key_value_heads"] = config.get("num_attention_heads")
+    ratio = number("rope_ratio", value_or(config, "rope_ratio", 1.0))
+    config["rope_theta"] = 10_000.0 * ratio
+
+
+def _complete_dbrx(config: dict[str, Any]) -> None:
+    """Complete a config of DBRX, of whose parts two are objects of their own."""
+    attention, experts = (mapping_value(config, f"{part}_config") for part in ("attn", "ffn"))
+    order = value_or(experts, "moe_normalize_expert_weights", 1.0)
+    if order != 1:
+        raise refusal("moe_normalize_expert_weights", order, "1")
+    config |= {
+        "num_key_value_heads": attention.get("kv_n_heads", 1),
+        "clip_qkv": attention.get("clip_qkv"),
+        "rope_theta": value_or(attention, "rope_theta", 10_000.0),
+        "intermediate_size": experts.get("ffn_hidden_size"),
+        "num_experts": experts.get("moe_num_experts"),
+        "num_experts_per_tok": experts.get("moe_top_k"),
+        "hidden_act": mapping_value(experts, "ffn_act_fn").get("name", "silu"),
+    }
+
+
+#: What completes the configs of single layouts.
+_COMPLETIONS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "mpt": _complete_mpt,
+    "qwen": _complete_qwen,
+    "biogpt": _complete_norm_eps,
+    "xglm": _complete_norm_eps,
+    "chatglm": _complete_chatglm,
+    "dbrx": _complete_dbrx,
+}
 
 
 def _converted(
