@@ -29,6 +29,33 @@ BD3LM = {
     "vocab_size": V,
 }
 
+GIDD: dict[str, Any] = {
+    "model_type": "dit",
+    "architectures": ["DIT"],
+    "attention_dropout": 0.0,
+    "hidden_size": D,
+    "max_seq_len": 128,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "p_uniform": 0.2,
+    "t_eps": 1e-4,
+    "timestep_cond_dim": 12,
+    "vocab_size": V,
+}
+DUO: dict[str, Any] = {
+    "model_type": "DUO",
+    "architectures": ["DUO"],
+    "causal": False,
+    "cond_dim": 12,
+    "dropout": 0.1,
+    "hidden_dim": D,
+    "model_length": 128,
+    "n_blocks": LAYERS,
+    "n_heads": HEADS,
+    "var_min": True,
+    "vocab_size": V,
+}
+
 
 def write_dit(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Write a random checkpoint in BD3-LM's layout, with a modulation far from zero; without the

@@ -6,8 +6,11 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import unicodedata
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -87,7 +90,7 @@ def test_sentencepiece_is_read_as_from_gguf(prefix: bool, tmp_path: Path) -> Non
 
 
 def test_other_models_of_sentencepiece_are_left_out(tmp_path: Path) -> None:
-    assert written(tmp_path, {}, tokenizer=sentencepiece(kind=1)) is None
+    assert written(tmp_path, {}, tokenizer=sentencepiece(kind=3)) is None
     assert written(tmp_path, {}, tokenizer=sentencepiece(squeezes=1)) is None
 
 
@@ -192,3 +195,146 @@ def test_the_files_of_gpt2(settings: dict[str, Any], tmp_path: Path) -> None:
         assert found.encode(text) == first + ids
         assert found.encode(text, special=False) == ids
     assert (found.bos_id, found.eos_ids) == (2, {2})
+
+
+def random_texts(parts: list[str], count: int = 1000) -> list[str]:
+    draw = Random(1)
+    return ["".join(draw.choices(parts, k=draw.randint(0, 9))) for _ in range(count)]
+
+
+#: Words and characters that normalisation replaces, joins, or removes.
+NORMALIZED = [
+    "Hello", " ", "  ", "world", "é", "e\u0301", "ﬁ", "Ａ", "\t", "\n", "\u200b", "日本", "12,",
+    "(", ")", "£", "🎉", "ｱﾞ", "½", "it's", "\u3000", "\u00a0", "Å", "ö", "q", "xyz", ",", "①", "…",
+    "한국", "ก็", "''",
+]  # fmt: skip
+CORPUS = [
+    "Hello world, it's a naïve test of 12345 words (and more).",
+    "日本語のテキスト ﬁne ＡＢＣ",
+    "the quick brown fox jumps over the lazy dog £5 – €3",
+    "Les élèves sont arrivés à l'école",
+]
+
+
+def unigram(**options: Any) -> bytes:
+    """A model that SentencePiece trains."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    model = BytesIO()
+    options = {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc", **options}
+    trainer.train(
+        sentence_iterator=iter(CORPUS * 20),
+        model_writer=model,
+        vocab_size=400 if options.get("byte_fallback") else 150,
+        hard_vocab_limit=False,
+        user_defined_symbols=["(", ")", "£"],
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+def slow_albert(text: str) -> str:
+    """What ALBERT does to a text before SentencePiece."""
+    text = " ".join(text.strip().split()).replace("``", '"').replace("''", '"')
+    decomposed = unicodedata.normalize("NFKD", text)
+    return "".join(c for c in decomposed if not unicodedata.combining(c)).lower()
+
+
+def ids_of_class(kind: str, ids: list[int], size: int) -> list[int]:
+    """The ids of a class of transformers for those of SentencePiece."""
+    if kind == "T5Tokenizer":
+        return [*ids, 1]
+    if kind == "XLMRobertaTokenizer":
+        return [0, *(3 if token == 0 else token + 1 for token in ids), 2]
+    return [3, *ids, 4] if kind == "AlbertTokenizer" else ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "options"),
+    [
+        ("", "tokenizer.model", {}),
+        ("", "tokenizer.model", {"normalization_rule_name": "identity",
+                                 "remove_extra_whitespaces": False}),
+        ("", "tokenizer.model", {"normalization_rule_name": "nfkc_cf", "add_dummy_prefix": False}),
+        ("T5Tokenizer", "spiece.model", {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}),
+        ("XLMRobertaTokenizerFast", "sentencepiece.bpe.model", {}),
+        ("AlbertTokenizer", "spiece.model",
+         {"pad_id": 0, "unk_id": 1, "bos_id": -1, "eos_id": -1,
+          "control_symbols": ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]}),
+    ],
+)  # fmt: skip
+def test_unigram_models_are_read_as_sentencepiece_reads_them(
+    kind: str, file: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = unigram(**options)
+    library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_proto=model)
+    (tmp_path / file).write_bytes(model)
+    found = written(tmp_path, {"tokenizer_class": kind} if kind else {})
+    assert found is not None
+    kind = kind.removesuffix("Fast")
+    marks = set()
+    for text in random_texts(NORMALIZED):
+        plain = slow_albert(text) if kind == "AlbertTokenizer" else text
+        expected = ids_of_class(kind, library.encode(plain), library.vocab_size())
+        assert found.encode(text) == expected, text
+        marks |= {*library.encode_as_pieces(plain)}
+    assert len(marks) > 60
+
+
+def test_tokens_beside_a_unigram_model(tmp_path: Path) -> None:
+    """The sentinels of T5 and the mask of XLM-RoBERTa; wrong ones are those of plain files."""
+    model = unigram(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    size = (
+        pytest.importorskip("sentencepiece").SentencePieceProcessor(model_proto=model).vocab_size()
+    )
+    (tmp_path / "spiece.model").write_bytes(model)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mt5", "eos_token_id": 1}))
+    found = written(tmp_path, {"extra_ids": 7})
+    assert found is not None and found.vocab_size == size + 7 and found.eos_ids == {1}
+    assert found.encode("Hello <extra_id_0>")[-2:] == [size + 6, 1]
+    assert found.decode(found.encode("a dog <extra_id_6>")) == "a dog"
+    with pytest.raises(CheckpointError, match=r"spiece\.model: not a tokenizer: extra_ids -1"):
+        written(tmp_path, {"extra_ids": -1})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
+    found = written(tmp_path, {"mask_token": "<mask>"})
+    assert found is not None and found.mask_id == size + 1
+    assert found.encode("<mask>") == [0, size + 1, 2]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"byte_fallback": True}, {"treat_whitespace_as_suffix": True}, {"model_type": "word"}],
+)
+def test_other_kinds_of_unigram_models_are_left_out(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(unigram(**options))
+    assert written(tmp_path, {}) is None
+
+
+def test_texts_of_qwen_are_those_of_tiktoken(tmp_path: Path) -> None:
+    """Against tiktoken itself."""
+    library = pytest.importorskip("tiktoken")
+    # tiktoken also takes words that no merges lead to, which vocabularies do not have.
+    reachable = [word for word in tiktoken() if word != "日本".encode()]
+    ranks = {word: rank for rank, word in enumerate(reachable)}
+    lines = [base64.b64encode(word) + b" %d\n" % rank for word, rank in ranks.items()]
+    (tmp_path / "qwen.tiktoken").write_bytes(b"".join(lines))
+    found = written(tmp_path, {"tokenizer_class": "QWenTokenizer"})
+    assert found is not None
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    names += [f"<|extra_{number}|>" for number in range(205)]
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    expected = library.Encoding(
+        "qwen",
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens={name: len(ranks) + index for index, name in enumerate(names)},
+    )
+    for text in random_texts([*NORMALIZED, "llo", "or", "<|im_start|>", "123", "<|extra_204|>"]):
+        normal = unicodedata.normalize("NFC", text)
+        assert found.encode(text) == expected.encode(normal, allowed_special="all"), text
+    assert found.vocab_size == len(ranks) + 208

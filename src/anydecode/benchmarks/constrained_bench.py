@@ -32,7 +32,10 @@ from anydecode.benchmarks.constrained_answers import (
     unconstrained_seconds_per_token,
 )
 from anydecode.benchmarks.spelling import spelling
+from anydecode.constraints.grammar.canvas_grammar import CanvasGrammar
 from anydecode.constraints.json.json_schema import JsonSchema
+from anydecode.constraints.json.schema_grammar import canvas_grammar_of
+from anydecode.constraints.vocabulary import vocabulary
 from anydecode.errors import ConstraintError, InvalidRequestError
 from anydecode.machine import usable_cores
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
@@ -61,6 +64,11 @@ class Tally:
             without ".0".
         wrongly_allowed: Invalid instances that the constraint accepts.
         with_checks: Schemas that need a validator in addition to the mask.
+        canvas_compiled: Schemas that compiled to a grammar for `diffusion-cfg`.
+        canvas_valid: Valid instances of these.
+        canvas_invalid: Invalid instances of those of these that need no validator.
+        canvas_refused: Valid instances that the grammar refuses as they are written.
+        canvas_allowed: Invalid instances of `canvas_invalid` that the grammar allows.
         compile_ms: Wall time to compile each schema, in milliseconds.
         compile_cpu_ms: CPU time to compile each schema, in milliseconds.
         warm_ms: Wall time to compile the same schema again, in milliseconds.
@@ -77,6 +85,11 @@ class Tally:
     respelled: int = 0
     wrongly_allowed: int = 0
     with_checks: int = 0
+    canvas_compiled: int = 0
+    canvas_valid: int = 0
+    canvas_invalid: int = 0
+    canvas_refused: int = 0
+    canvas_allowed: int = 0
     compile_ms: list[float] = field(default_factory=list)
     compile_cpu_ms: list[float] = field(default_factory=list)
     warm_ms: list[float] = field(default_factory=list)
@@ -133,14 +146,15 @@ def measure_schema(
     name: str,
     resources: dict[str, Any] | None = None,
     formats: bool = True,
+    canvas: bool = False,
 ) -> Tally:
-    """Measure one schema with its instances."""
+    """Measure one schema with its instances, with `canvas` its grammar for `diffusion-cfg` too."""
     tally = Tally(schemas=1)
     options: dict[str, Any] = {"resources": resources, "formats": formats}
     start, cpu_start = perf_counter(), thread_time()
     try:
         constraint = JsonSchema(schema, **options)
-        constraint.start(tokenizer, tokenizer.vocab_size)
+        state = constraint.start(tokenizer, tokenizer.vocab_size)
     except ConstraintError as error:
         tally.refusals.append(f"{name}: {error}")
         return tally
@@ -151,6 +165,9 @@ def measure_schema(
     tally.warm_ms.append(1e3 * (perf_counter() - start))
     tally.compiled = 1
     tally.with_checks = int(constraint.incremental_validator(tokenizer) is not None)
+    tests = list(tests)
+    if canvas:
+        _measure_canvas(tally, state, tests, tokenizer, name)
     num_wrong = 0
     for test in tests:
         times: list[float] = []
@@ -181,13 +198,38 @@ def measure_schema(
     return tally
 
 
+def _measure_canvas(
+    tally: Tally, state: Any, tests: list[dict[str, Any]], tokenizer: Tokenizer, name: str
+) -> None:
+    """Add to `tally` what the grammar for `diffusion-cfg` of a started constraint accepts."""
+    tokens = vocabulary(tokenizer, tokenizer.vocab_size)
+    try:
+        grammar = CanvasGrammar(canvas_grammar_of(state.origin), tokens, frozenset())
+    except ConstraintError as error:
+        tally.refusals.append(f"{name}: {error}")
+        return
+    tally.canvas_compiled = 1
+    for test in tests:
+        try:
+            text = json.dumps(test["data"], ensure_ascii=False)
+            accepted = grammar.is_completable(tokenizer.encode(text, special=False))
+        except UnicodeEncodeError:
+            accepted = False
+        if test["valid"]:
+            tally.canvas_valid += 1
+            tally.canvas_refused += not accepted
+        elif not tally.with_checks:
+            tally.canvas_invalid += 1
+            tally.canvas_allowed += accepted
+
+
 def measure_splits(
-    rows: Iterable[tuple[str, str, dict[str, Any]]], tokenizer: Tokenizer
+    rows: Iterable[tuple[str, str, dict[str, Any]]], tokenizer: Tokenizer, canvas: bool = False
 ) -> dict[str, Tally]:
     """Measure `rows` of JSONSchemaBench, by split."""
     tallies: dict[str, Tally] = {}
     for name, key, row in rows:
-        tally = measure_schema(row["schema"], row["tests"], tokenizer, key)
+        tally = measure_schema(row["schema"], row["tests"], tokenizer, key, canvas=canvas)
         tallies.setdefault(name, Tally()).add(tally)
     return tallies
 
@@ -209,7 +251,9 @@ def load_rows(
     return rows
 
 
-def measure_suite(suite: Path, tokenizer: Tokenizer, limit: int | None) -> dict[str, Tally]:
+def measure_suite(
+    suite: Path, tokenizer: Tokenizer, limit: int | None, canvas: bool = False
+) -> dict[str, Tally]:
     """Measure the required part of the JSON-Schema-Test-Suite (draft 2020-12), by keyword. Formats
     are annotations there, the specification's default."""
     remotes = suite / "remotes"
@@ -227,7 +271,7 @@ def measure_suite(suite: Path, tokenizer: Tokenizer, limit: int | None) -> dict[
             case_resources = resources if "localhost:1234" in json.dumps(case["schema"]) else None
             tally.add(
                 measure_schema(
-                    case["schema"], case["tests"], tokenizer, name, case_resources, False
+                    case["schema"], case["tests"], tokenizer, name, case_resources, False, canvas
                 )
             )
     return tallies
@@ -326,6 +370,9 @@ def bench_constrained(
             " engine."
         ),
     ] = ANYDECODE,
+    canvas: Annotated[
+        bool, typer.Option("--canvas", help="Compile the schemas for diffusion-cfg too.")
+    ] = False,
     guards: Annotated[
         bool,
         typer.Option(
@@ -370,9 +417,9 @@ def bench_constrained(
         else:
             llm = LLM(model, threads=threads or None)
         tokenizer = llm.tokenizer
-    results: dict[str, Any] = {"splits": _report(measure_splits(schemas, tokenizer))}
+    results: dict[str, Any] = {"splits": _report(measure_splits(schemas, tokenizer, canvas))}
     if suite is not None:
-        results["suite"] = _report(measure_suite(suite, tokenizer, limit))
+        results["suite"] = _report(measure_suite(suite, tokenizer, limit, canvas))
     if llm is not None and model is not None:
         base_file = Path("constrained.json") if json_file is None else json_file
         results["answers"] = measure_answers(
@@ -407,6 +454,13 @@ def _report(tallies: dict[str, Tally]) -> dict[str, Any]:
             f" {tally.wrongly_allowed:7}/{tally.invalid:<4}"
             f" {ms['p50']:8.1f} {ms['p99']:8.1f} {cpu['p99']:8.1f}"
             f" {warm['p50']:8.2f} {us['p50']:5.0f} {us['p99']:6.0f}"
+        )
+    if total.canvas_compiled:
+        typer.echo(
+            f"diffusion-cfg: {total.canvas_compiled} of {total.compiled} schemas compile;"
+            f" {total.canvas_refused} of {total.canvas_valid} valid instances are refused as they"
+            f" are written, and {total.canvas_allowed} of {total.canvas_invalid} invalid ones"
+            " allowed that no validator is needed for"
         )
     for refusal in total.refusals:
         typer.echo(f"  {refusal}")

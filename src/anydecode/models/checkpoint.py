@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from anydecode.kernels.interface import Weight
+from anydecode.models.lora import Factors
 from anydecode.models.pooling import Pooling
 from anydecode.models.tokenizer import Tokenizer
 
@@ -39,6 +40,8 @@ class Checkpoint:
         pooling: How embeddings are computed, if the repository says.
         updates: The updates that are merged into tensors, by the name of their module: of packed
             matrices, a model can compute them beside these.
+        adapters: Adapters that a model computes beside its matrices: their folders, and their
+            factors by the name of the matrix in the network (`Weight.name`).
     """
 
     name: str
@@ -49,3 +52,4 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
     pooling: Pooling | None = None
     updates: Mapping[str, MatrixUpdate] = field(default_factory=dict)
+    adapters: tuple[tuple[Path, Mapping[str, Factors]], ...] = ()

@@ -1,26 +1,48 @@
-"""Builds the tokenizer of a repository without `tokenizer.json` from the files it has instead:
-SentencePiece's `tokenizer.model`, Kimi's `tiktoken.model`, or Qwen's `qwen.tiktoken`.
+"""Builds the tokenizer of a repository without `tokenizer.json` from the files it has instead: a
+model of SentencePiece, or the ranks of Kimi's `tiktoken.model` and Qwen's `qwen.tiktoken`.
 
-They are read as the metadata that a GGUF file of the model would have.
+They are read as the metadata that a GGUF file of the model would have. What SentencePiece replaces
+in a text is replaced as by the `tokenizers` library, which `transformers` uses too: a mark that
+follows a replaced character in the same grapheme, and has no entry with it, is lost.
 """
 
 from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from anydecode.errors import CheckpointError
+from anydecode.models.files import read_json
 from anydecode.models.gguf_tokenizer import merges_from_scores, tokenizer_from_gguf
 from anydecode.models.qwen2_tokenizer import added_tokens, token_text
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-#: The kind of SentencePiece's models of merges.
-_BPE = 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+#: The kinds of SentencePiece's models: unigram models and merges.
+_UNIGRAM, _BPE = 1, 2
+#: The classes whose vocabulary is that of a unigram model with further tokens, by the types of
+#: their models; their special tokens; and whether tokens stand before and after a text.
+_CLASSES = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), "T5Tokenizer"),
+    "xlm-roberta": "XLMRobertaTokenizer",
+    "albert": "AlbertTokenizer",
+}
+_SPECIAL_TOKENS = {
+    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    "XLMRobertaTokenizer": {
+        "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+    "AlbertTokenizer": {
+        "bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>",
+        "mask_token": "[MASK]",
+    },
+}  # fmt: skip
+_NUM_EXTRA = 100
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -48,11 +70,11 @@ def tokenizer_of_files(
     Raises:
         CheckpointError: A file is corrupt.
     """
-    for name, read in (
-        ("tokenizer.model", _sentencepiece),
-        ("tiktoken.model", _tiktoken),
-        ("qwen.tiktoken", _qwen),
-    ):
+    kind = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    if not kind:
+        kind = _CLASSES.get(str(read_json(folder / "config.json").get("model_type")), "")
+    settings = {**_SPECIAL_TOKENS.get(kind, {}), **settings, "tokenizer_class": kind}
+    for name, read in _READERS.items():
         path = folder / name
         if not path.is_file():
             continue
@@ -64,8 +86,24 @@ def tokenizer_of_files(
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"{path}: not a tokenizer: {reason}") from None
-        return tokenizer_from_gguf(metadata, str(path))
+        tokenizer = tokenizer_from_gguf(metadata, str(path))
+        if kind == "AlbertTokenizer":
+            tokenizer.normalizer = normalizers.Sequence(
+                [*_albert_steps(settings), tokenizer.normalizer]
+            )
+        return tokenizer
     return None
+
+
+def _albert_steps(settings: Mapping[str, Any]) -> Iterator[normalizers.Normalizer]:
+    """What ALBERT does to a text before SentencePiece normalises it."""
+    yield normalizers.Replace("``", '"')
+    yield normalizers.Replace("''", '"')
+    if not settings.get("keep_accents", False):
+        yield normalizers.NFKD()
+        yield normalizers.StripAccents()
+    if settings.get("do_lower_case", True):
+        yield normalizers.Lowercase()
 
 
 def _add(metadata: dict[str, Any], settings: Mapping[str, Any], added: Mapping[str, Any]) -> None:
@@ -92,8 +130,8 @@ def _add(metadata: dict[str, Any], settings: Mapping[str, Any], added: Mapping[s
 
 
 def _sentencepiece(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The metadata of SentencePiece's model of merges; None for other models, and for those that
-    normalise texts."""
+    """The metadata of SentencePiece's models of merges that do not normalise texts, and of unigram
+    models; None for others."""
     pieces: list[dict[int, Any]] = []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
@@ -104,9 +142,11 @@ def _sentencepiece(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] |
             trainer = dict(_fields(value))
         elif field == 3:
             normalizer = dict(_fields(value))
-    if not pieces or trainer.get(3) != _BPE or normalizer.get(2) or normalizer.get(4, 1):
+    kind = trainer.get(3, _UNIGRAM)
+    normalizes = bool(normalizer.get(2)) or bool(normalizer.get(4, 1))
+    if not pieces or kind not in (_UNIGRAM, _BPE) or (kind == _BPE and normalizes):
         return None
-    return {
+    metadata = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [piece[1].decode() for piece in pieces],
         "tokenizer.ggml.scores": [
@@ -119,6 +159,43 @@ def _sentencepiece(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] |
         "tokenizer.ggml.bos_token_id": trainer.get(41, 1),
         "tokenizer.ggml.eos_token_id": trainer.get(42, 2),
     }
+    if kind == _BPE:
+        return metadata
+    has_bytes, has_suffixes = trainer.get(35, 0), trainer.get(24, 0)
+    if has_bytes or has_suffixes or not normalizer.get(5, 1):
+        return None  # bytes of unknown characters, marks after words, and spaces without marks
+    metadata["tokenizer.ggml.model"] = "t5"
+    metadata["tokenizer.ggml.precompiled_charsmap"] = normalizer.get(2, b"")
+    metadata["tokenizer.ggml.remove_extra_whitespaces"] = bool(normalizer.get(4, 1))
+    return _with_tokens_of_class(metadata, settings)
+
+
+def _with_tokens_of_class(metadata: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of a unigram model, with the tokens that the class of the tokenizer adds."""
+    kind = settings["tokenizer_class"]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    scores = metadata["tokenizer.ggml.scores"]
+    # The model matches these by itself, and adds no space after them.
+    types[:] = [_NORMAL if type_ == _USER_DEFINED else type_ for type_ in types]
+    added: list[str] = []
+    if kind == "T5Tokenizer":
+        num_extra = settings.get("extra_ids", _NUM_EXTRA)
+        if not isinstance(num_extra, int) or not 0 <= num_extra <= 4096:
+            raise ValueError(f"extra_ids {num_extra!r}: allowed are 0 to 4096")
+        added = [f"<extra_id_{number}>" for number in reversed(range(num_extra))]
+    elif kind == "XLMRobertaTokenizer":
+        # The ids of fairseq, which has other special tokens than SentencePiece.
+        first = ["<s>", "<pad>", "</s>", "<unk>"]
+        tokens[:3], types[:3], scores[:3] = first, [*[_CONTROL] * 3, _UNKNOWN], [0.0] * 4
+        metadata["tokenizer.ggml.unknown_token_id"] = 3
+        added = ["<mask>"]
+    tokens += added
+    types += [_CONTROL] * len(added)
+    scores += [0.0] * len(added)
+    has_first = kind in ("XLMRobertaTokenizer", "AlbertTokenizer")
+    metadata["tokenizer.ggml.add_bos_token"] = has_first
+    metadata["tokenizer.ggml.add_eos_token"] = has_first or kind == "T5Tokenizer"
+    return metadata
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -196,3 +273,13 @@ def _ranked(data: bytes, pre: str) -> dict[str, Any]:
         "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
         "tokenizer.ggml.add_bos_token": False,
     }
+
+
+#: By name of the file, in order of preference.
+_READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]] = {
+    "tokenizer.model": _sentencepiece,
+    "spiece.model": _sentencepiece,
+    "sentencepiece.bpe.model": _sentencepiece,
+    "tiktoken.model": _tiktoken,
+    "qwen.tiktoken": _qwen,
+}

@@ -85,10 +85,12 @@ def unigram(
             normalizers.Replace(Regex(r"\A +| +\z"), ""),
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
-    tokenizer.normalizer = normalizers.Sequence(steps)
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    if has_prefix:
+        steps.append(normalizers.Prepend(" "))  # also before a space that is kept
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     scheme = "always" if has_prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return tokenizer
 

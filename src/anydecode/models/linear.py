@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import Backend, Weight
 
 
@@ -35,3 +36,12 @@ class Linear:
             down, up = self.update
             y = backend.add(y, backend.linear(backend.linear(x, down), up))
         return y if self.scale == 1.0 else backend.scale(y, self.scale)
+
+
+def update_weights(down: np.ndarray, up: np.ndarray, name: str) -> tuple[Weight, Weight]:
+    """The update of the matrix `name` from float32 `[rank, in_features]` and `[out_features,
+    rank]`, with zeros up to a rank that kernels compute eight at a time."""
+    missing = -len(down) % 8
+    down = np.pad(down, ((0, missing), (0, 0)))
+    up = np.pad(up, ((0, 0), (0, missing)))
+    return plain_weight(down, f"{name}.lora_A"), plain_weight(up, f"{name}.lora_B")

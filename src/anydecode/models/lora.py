@@ -7,8 +7,8 @@ LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Scaling by alpha / sqrt(
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import plain_weight
+from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Adapter, LowRank, Weight
 from anydecode.models.files import read_json, untrusted
 from anydecode.models.limits import number, refusal
+from anydecode.models.linear import Linear, update_weights
 from anydecode.models.network import LatentWeights, Network
 from anydecode.models.spec import LatentSpec
 
@@ -58,7 +59,7 @@ def fit_factors(path: Path, factors: Mapping[str, Factors], network: Network) ->
     Raises:
         CheckpointError: They do not fit the model.
     """
-    targets, orders = _weights(network), _row_orders(network)
+    targets, orders = _weights(network), row_orders(network)
     deltas: dict[str, LowRank] = {}
     latent = _latent_layers(network)
     for name, module in factors.items():
@@ -71,6 +72,42 @@ def fit_factors(path: Path, factors: Mapping[str, Factors], network: Network) ->
                 up = up[orders[target.name]]
             deltas[target.name] = _make_low_rank(path, target, module.down, up, module.scale)
     return deltas
+
+
+def set_adapter(path: Path, factors: Mapping[str, Factors], network: Network) -> None:
+    """Let a network that no executor runs yet compute an adapter beside its matrices, in all
+    passes.
+
+    Raises:
+        CheckpointError: The factors, which come from `path`, do not fit the model, or are those of
+            routed experts.
+    """
+    adapter = dict(fit_factors(path, factors, network))
+    for layer in network.weights.layers:
+        for linear in layer_linears(layer):
+            delta = adapter.pop(linear.weight.name, None)
+            if delta is None:
+                continue
+            parts = [(dequantize(delta.down), dequantize(delta.up) * np.float32(delta.scale))]
+            if linear.update is not None:
+                down, up = linear.update
+                parts.insert(0, (dequantize(down), dequantize(up)))
+            downs, ups = zip(*parts, strict=True)
+            linear.update = update_weights(
+                np.concatenate(downs), np.concatenate(ups, 1), linear.weight.name
+            )
+    if adapter:
+        raise CheckpointError(f"{path}: {min(adapter)} cannot have an adapter that is always on")
+
+
+def layer_linears(value: Any) -> Iterator[Linear]:
+    """Yield the matrices of a layer that have their own product, those of routed experts left
+    out."""
+    if isinstance(value, Linear):
+        yield value
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from layer_linears(getattr(value, one.name))
 
 
 @dataclass(frozen=True)
@@ -188,7 +225,7 @@ def _weights(network: Network) -> dict[str, Weight]:
     return {weight.name: weight for weight in weights}
 
 
-def _row_orders(network: Network) -> dict[str, np.ndarray]:
+def row_orders(network: Network) -> dict[str, np.ndarray]:
     """The order of rows of the weights whose rows were reordered when they were loaded."""
     orders = {}
     for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):

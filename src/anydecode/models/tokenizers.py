@@ -78,7 +78,7 @@ class HFTokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer | None:
         """Load the tokenizer in `folder`: `tokenizer.json`, or else the vocab.json and merges.txt
-        of a tokenizer of Qwen2 or GPT-2, the merges of SentencePiece, or Kimi's tiktoken.model;
+        of a tokenizer of Qwen2 or GPT-2, a model of SentencePiece, or the ranks of Kimi or Qwen 1;
         None if there is none.
 
         Raises:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,6 +41,7 @@ from anydecode.training.checkpoint import (
     save_block_llama,
     save_json,
     save_state,
+    write_adapter,
 )
 from anydecode.training.run import LossRun, check_budget
 from anydecode.training.transformer import Shape, Transformer, stream_mask
@@ -594,8 +594,7 @@ def choose_mask_token(tokenizer: Tokenizer) -> int:
 
 
 def save_adapter(out: Path, model: Transformer, rank: int, base: str) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's layout, in bfloat16."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Write the adapter of the model `base` in PEFT's layout, in bfloat16."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(model.blocks):
         for name, target in INNER_NAMES.items():
@@ -605,18 +604,8 @@ def save_adapter(out: Path, model: Transformer, rank: int, base: str) -> None:
                 for part, weight in (("A", adapted.down), ("B", adapted.up)):
                     tensor = weight.detach().to(torch.bfloat16).contiguous()
                     tensors[f"{stem}.lora_{part}.weight"] = tensor
-    save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
-    modules = [target.split(".")[1] for name, target in INNER_NAMES.items() if "norm" not in name]
-    config = {
-        "base_model_name_or_path": base,
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": round(_SCALE * rank),
-        "target_modules": sorted(modules),
-        "bias": "none",
-    }
-    save_json(out / "adapter_config.json", config)
+    modules = [target for name, target in INNER_NAMES.items() if "norm" not in name]
+    write_adapter(out, tensors, base, rank, round(_SCALE * rank), modules)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ Llama's; the engine's loader opens both.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,38 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab,
     }
+
+
+def write_adapter(
+    out: Path,
+    tensors: dict[str, torch.Tensor],
+    base: str,
+    rank: int,
+    alpha: int,
+    modules: Iterable[str],
+) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` in PEFT's layout.
+
+    Args:
+        out: The folder.
+        tensors: The factors, by their names in this layout.
+        base: The name or path of the model that is adapted.
+        rank: The rank of the updates.
+        alpha: What the updates are multiplied by, times the rank.
+        modules: The names of the modules that are updated, of which the last parts are written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+    config = {
+        "base_model_name_or_path": base,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "bias": "none",
+    }
+    save_json(out / "adapter_config.json", config)
 
 
 def llama_name(name: str) -> str:

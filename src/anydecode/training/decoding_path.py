@@ -119,7 +119,7 @@ _Group = tuple[DecodingPath, torch.Tensor, list[torch.Tensor], list[torch.Tensor
 
 
 def _answers(
-    model: Transformer, teacher: Teacher, recipe: PathRecipe, step: int, reward: Reward
+    model: Transformer, teacher: Teacher[Transformer], recipe: PathRecipe, step: int, reward: Reward
 ) -> tuple[list[_Group], float]:
     """The answers of a round, and their mean reward. A group has a path, its advantages, and its
     log-probabilities by the model as it is and by the teacher. Questions whose answers have equal
@@ -143,7 +143,7 @@ def _answers(
     return groups, total / len(examples)
 
 
-def _text(teacher: Teacher, tokens: Sequence[int]) -> str:
+def _text(teacher: Teacher[Transformer], tokens: Sequence[int]) -> str:
     """The text of an answer up to its first end."""
     end = next((i for i, token in enumerate(tokens) if token in teacher.tokenizer.eos_ids), None)
     return teacher.tokenizer.decode(list(tokens[:end]))

@@ -3,9 +3,9 @@ data that the package generates.
 
 `dscd` (Liang et al., CD4LM, arXiv:2601.02236) trains the student to agree with the teacher under
 nested masks: the teacher's mask is a subset of the student's. `certainty` (Chen et al., dParallel,
-arXiv:2509.26488) lowers the model's entropy where it is right, on its own answers. Both train all
-weights instead of a low-rank adapter, which is enough at this size. `duo`: see `consistency.py`;
-`deer` and `specdiff-2`: see `draft_distillation.py`.
+arXiv:2509.26488) lowers the model's entropy where it is right, on its own answers. All weights are
+trained, which is enough at this size, or, where the layers do not allow it, an adapter. `duo`: see
+`consistency.py` and `noised_canvas.py`; `deer` and `specdiff-2`: see `draft_distillation.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ from anydecode.training.draft_distillation import (
     refined_continuation,
     target_answers,
 )
+from anydecode.training.network_model import NetworkModel, reads_noise
+from anydecode.training.noised_canvas import noised_consistency
 from anydecode.training.objectives import masked_logits
-from anydecode.training.teachers import Teacher, open_teacher, save_student
+from anydecode.training.teachers import Teacher, open_any_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer
+
+#: A model that is distilled.
+Student = Transformer | NetworkModel
 
 METHODS = ("cd4lm", "dparallel", "duo", "deer", "specdiff-2")
 #: Methods that train a draft model on answers of a target, and the answers' temperature.
@@ -56,6 +61,7 @@ class DistillationRecipe:
     canvas: int = 32
     block: int = 8
     seed: int = 0
+    rank: int = 16  # of the adapter, where not all weights are trained
     temperature: float = 2.0  # cd4lm
     certainty: float = 2.0  # dparallel: weight of the entropy
     target: str = "tiny-autoregressive"  # deer, specdiff-2: the model to draft for
@@ -65,9 +71,10 @@ class DistillationRecipe:
             raise InvalidRequestError(
                 f"no distillation {self.method!r}: choose from {', '.join(METHODS)}"
             )
-        if self.steps < 1 or self.batch < 1 or not 1 <= self.block <= self.canvas:
+        is_positive = min(self.steps, self.batch, self.rank) >= 1
+        if not is_positive or not 1 <= self.block <= self.canvas:
             raise InvalidRequestError(
-                "distillation needs steps >= 1, batch >= 1 and a block within the canvas"
+                "distillation needs steps, batch and rank >= 1, and a block within the canvas"
             )
 
 
@@ -76,43 +83,72 @@ def distil(
     out: Path,
     recipe: DistillationRecipe,
     report: Callable[[int, float], None] = lambda *_: None,
+    family: str | None = None,
+    mask: int | None = None,
 ) -> list[float]:
-    """Distil the checkpoint in `folder` into `out`; returns the losses. Calls `report(step, loss)`
-    after every step.
+    """Distil the checkpoint in `folder` into `out`.
+
+    Args:
+        folder: The model, a folder or a `.gguf` file.
+        out: The folder of the student: a model, or an adapter of the model.
+        recipe: How to distil.
+        report: Called with the number and the loss of every step.
+        family, mask: What the model's files do not say, as those of `LLM`.
+
+    Returns:
+        The losses.
 
     Raises:
-        CheckpointError: The model cannot be trained, see `open_teacher`.
+        CheckpointError: The model cannot be trained, see `open_any_teacher`.
+        InvalidRequestError: The method is not for the noise or the blocks of the model.
     """
-    teacher = open_teacher(folder)
-    size = teacher.model.shape.block_size
-    if recipe.method == "dparallel" and size is not None and size % recipe.block:
-        raise InvalidRequestError(
-            f"block={recipe.block} does not divide the model's blocks of {size} positions"
-        )
-    if recipe.method == "duo" and size is not None:
-        raise InvalidRequestError("duo distils models whose rows see the whole canvas")
+    teacher = open_any_teacher(folder, recipe.rank, recipe.seed, family, mask)
+    _check_method(teacher, folder, recipe)
     with ExitStack() as stack:
-        target = None
+        answering = None
         if recipe.method in DRAFTING:
-            if teacher.special != OWN_TOKENS:
-                raise CheckpointError(
-                    f"{folder}: {recipe.method} trains models of `anydecode train diffusion` only"
-                )
-            target = stack.enter_context(LLM(recipe.target))
-            check_target(target, teacher.model)
-        student, losses = _train(teacher, target, recipe, report)
+            assert isinstance(teacher.model, Transformer), "checked by `_check_method`"
+            answering = stack.enter_context(LLM(recipe.target))
+            check_target(answering, teacher.model)
+        elif recipe.method == "dparallel" and isinstance(teacher.model, NetworkModel):
+            answering = stack.enter_context(LLM(folder, family=family, mask=mask))
+        student, losses = _train(teacher, answering, recipe, report)
     save_student(teacher, student.state_dict(), out)
     return losses
 
 
+def _check_method(teacher: Teacher[Student], folder: Path, recipe: DistillationRecipe) -> None:
+    """Raise an error for a method that is not for the model."""
+    model, method = teacher.model, recipe.method
+    if method in DRAFTING and (isinstance(model, NetworkModel) or teacher.special != OWN_TOKENS):
+        raise CheckpointError(
+            f"{folder}: {method} trains models of `anydecode train diffusion` only"
+        )
+    is_noised = isinstance(model, NetworkModel) and reads_noise(model.spec)
+    if is_noised and method != "duo":
+        raise InvalidRequestError(
+            f"{method} is for models that fill masks; this one reads noise that is, at least in"
+            " part, random tokens: use method duo"
+        )
+    size = model.shape.block_size
+    if method == "dparallel" and size is not None and size % recipe.block:
+        raise InvalidRequestError(
+            f"block={recipe.block} does not divide the model's blocks of {size} positions"
+        )
+    if method == "duo" and size is not None and not is_noised:
+        raise InvalidRequestError(
+            "duo distils models whose noise is random tokens; this one fills blocks of masks"
+        )
+
+
 def _train(
-    teacher: Teacher,
-    target: LLM | None,
+    teacher: Teacher[Student],
+    answering: LLM | None,
     recipe: DistillationRecipe,
     report: Callable[[int, float], None],
-) -> tuple[Transformer, list[float]]:
-    """The student, which starts as the teacher, and the losses. `target` answers the prompts of
-    methods that train a draft model."""
+) -> tuple[Student, list[float]]:
+    """The student, which starts as the teacher, and the losses. `answering` answers the prompts:
+    the target of a draft model, or the teacher in the engine."""
     special = teacher.special
     student = copy.deepcopy(teacher.model).train()
     earlier, current_round = copy.deepcopy(teacher.model).eval(), 0
@@ -122,8 +158,9 @@ def _train(
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-        canvases = _canvases(teacher, target, recipe, step)
+        canvases = _canvases(teacher, answering, recipe, step)
         if recipe.method in DRAFTING:
+            assert isinstance(student, Transformer), "checked by `_check_method`"
             loss = drafting(student, canvases, step / recipe.steps, recipe, generator)
         elif recipe.method == "cd4lm":
             progress = step / recipe.steps
@@ -156,13 +193,13 @@ class Canvases:
 
 
 def _canvases(
-    teacher: Teacher,
-    target: LLM | None,
+    teacher: Teacher[Student],
+    answering: LLM | None,
     recipe: DistillationRecipe,
     step: int,
 ) -> list[Canvases]:
-    """The examples of a step, with reference answers (cd4lm), the model's own (dparallel), or those
-    of `target`."""
+    """The examples of a step, with reference answers (cd4lm, duo), those of `answering`, or those
+    that the teacher gives with one token per pass."""
     texts = sample_texts(Random(f"{recipe.seed}/{recipe.method}/{step}"), recipe.batch)
     eos = teacher.special.eos
     groups: dict[int, list[list[int]]] = {}
@@ -175,11 +212,15 @@ def _canvases(
         end = start + recipe.canvas - shape.block_origin(start)
         canvas = recipe.canvas + -end % (shape.block_size or 1)  # to the end of a block
         prompts = [row[:start] for row in rows]
-        if target is not None:
-            given = canvas, DRAFTING[recipe.method], recipe.seed + step * recipe.batch
-            answers = target_answers(target, prompts, *given)
+        if answering is not None:
+            seed = recipe.seed + step * recipe.batch
+            # The default decoder of these models predicts one token after the other.
+            decoder = "wedlm" if shape.is_ordered else None
+            given = canvas, DRAFTING.get(recipe.method, 0.0), seed, eos, decoder
+            answers = target_answers(answering, prompts, *given)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         elif recipe.method == "dparallel":
+            assert isinstance(teacher.model, Transformer), "others answer in the engine"
             answers, _ = denoise(teacher.model, prompts, canvas, 1.1, teacher.special)
             rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         width = start + canvas
@@ -217,8 +258,8 @@ def drafting(
 
 
 def dscd(
-    student: Transformer,
-    teacher: Transformer,
+    student: Student,
+    teacher: Student,
     canvases: list[Canvases],
     progress: float,
     recipe: DistillationRecipe,
@@ -277,8 +318,8 @@ def nested_masks(part: Canvases, generator: torch.Generator) -> tuple[torch.Tens
 
 
 def closer(
-    student: Transformer,
-    earlier: Transformer,
+    student: Student,
+    earlier: Student,
     canvases: list[Canvases],
     current_round: int,
     generator: torch.Generator,
@@ -287,13 +328,18 @@ def closer(
     """The loss of `duo`; `earlier` is the student at the start of the round."""
     total, apart = torch.zeros(()), distance(current_round)
     for part in canvases:
-        given = part.tokens, part.start, student.shape.vocab, apart, generator, special
-        total = total + consistency(student, earlier, *given) * len(part.tokens)
+        if isinstance(student, NetworkModel) and isinstance(earlier, NetworkModel):
+            noised = part.tokens, part.start, apart, generator, special
+            loss = noised_consistency(student, earlier, *noised)
+        else:
+            given = part.tokens, part.start, student.shape.vocab, apart, generator, special
+            loss = consistency(student, earlier, *given)
+        total = total + loss * len(part.tokens)
     return total / sum(len(part.tokens) for part in canvases)
 
 
 def certainty(
-    student: Transformer,
+    student: Student,
     canvases: list[Canvases],
     recipe: DistillationRecipe,
     generator: torch.Generator,

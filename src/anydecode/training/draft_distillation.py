@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -30,15 +31,23 @@ MIN_SHARE = 0.1
 
 
 def target_answers(
-    target: LLM, prompts: Sequence[list[int]], length: int, temperature: float, seed: int
+    target: LLM,
+    prompts: Sequence[list[int]],
+    length: int,
+    temperature: float,
+    seed: int,
+    eos: int = EOS_ID,
+    decoder: str | None = None,
 ) -> list[list[int]]:
-    """The target's answers to prompts, each of `length` tokens: EOS follows its end."""
+    """The target's answers to prompts, each of `length` tokens: `eos` follows its end. `decoder`:
+    the default is that of the model."""
+    options: dict[str, Any] = {"max_tokens": length, "temperature": temperature, "decoder": decoder}
     requests = [
-        target.request(prompt, max_tokens=length, temperature=temperature, seed=seed + number)
+        target.request(prompt, seed=seed + number, **options)
         for number, prompt in enumerate(prompts)
     ]
     answers = [one.tokens for one in run_requests(target, requests)]
-    return [(answer + [EOS_ID] * length)[:length] for answer in answers]
+    return [(answer + [eos] * length)[:length] for answer in answers]
 
 
 def check_target(target: LLM, student: Transformer) -> None:

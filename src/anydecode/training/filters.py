@@ -141,6 +141,8 @@ def train_filter(
     rate: float = 3e-3,
     seed: int = 0,
     report: Callable[[int, float], None] = lambda *_: None,
+    family: str | None = None,
+    mask: int | None = None,
 ) -> dict[str, Any]:
     """Train a filter for a diffusion model and write it to `out`.
 
@@ -155,6 +157,7 @@ def train_filter(
         rate: The learning rate.
         seed: Of the questions and of the initial weights.
         report: Called with the epoch and the loss.
+        family, mask: What the model's files do not say, as those of `LLM`.
 
     Returns:
         The number of training rows and, on a held-out tenth: `precision` and `recall` at threshold
@@ -165,11 +168,12 @@ def train_filter(
     """
     if prompts < 10 or epochs < 1:
         raise InvalidRequestError("a filter needs prompts >= 10 and epochs >= 1")
-    with LLM(model) as llm:
+    with LLM(model, family=family, mask=mask) as llm:
         spec, mask = llm.model.spec, llm.tokenizer.mask_id
         if spec.causal or mask is None:
             raise InvalidRequestError(
-                f"{model}: filters are for diffusion models that have a mask token"
+                f"{model}: filters are for diffusion models that have a mask token, whose rows see"
+                " both sides of it"
             )
         block = _block_size(block, canvas, spec.block_size)
         texts = dict.fromkeys(

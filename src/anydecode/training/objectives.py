@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from anydecode.training.data import Batch
+from anydecode.training.network_model import NetworkModel
 from anydecode.training.tokenizer import MASK_ID, OWN_TOKENS, SpecialTokens
 from anydecode.training.transformer import Transformer, stream_mask
 
@@ -92,7 +93,7 @@ def without_mask(logits: torch.Tensor, special: SpecialTokens = OWN_TOKENS) -> t
 
 
 def masked_logits(
-    model: Transformer,
+    model: Transformer | NetworkModel,
     tokens: torch.Tensor,
     masked: torch.Tensor,
     special: SpecialTokens = OWN_TOKENS,
@@ -124,6 +125,10 @@ def masked_logits(
     positions = torch.arange(length).repeat(2)
     streams = torch.arange(2).repeat_interleave(length)
     visible = stream_mask(streams, positions, size, origin, shape.has_causal_context)
+    if shape.is_ordered:
+        # Of the clean stream the order is that of the positions, in which masks come last.
+        order = positions + torch.cat([torch.zeros_like(masked), masked], 1) * length
+        visible = visible & (order[:, :, None] >= order[:, None, :])
     # With shifted logits the clean text before a block predicts its first position.
     is_first = (column - origin) % size == 0
     is_clean = is_first & (bool(shift) or shape.context_predicts_next)

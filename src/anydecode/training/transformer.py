@@ -7,7 +7,7 @@ Modules are named as in LLaDA (Nie et al., arXiv:2502.09992), so that a state di
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,7 +15,42 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Shape:
+class CanvasShape:
+    """How the rows of a diffusion model see and predict positions.
+
+    Attributes:
+        logit_shift: 1 if a row predicts the position after its own (Dream).
+        block_size: Rows see their own block of so many positions, counted from the first, and those
+            before it (SDAR); None: rows see all positions.
+        has_prompt_block: Whether the prompt is one block, and the others are counted from its end
+            (Efficient-DLM).
+        has_causal_context: Whether what is before the block that is filled is causal, and blocks
+            are counted from the end of the prompt (Nemotron-Labs-Diffusion).
+        context_predicts_next: Whether the last row before a block predicts its first position.
+        is_ordered: Whether rows of a block see what is before them in an order, in which masks
+            follow all other tokens (WeDLM).
+    """
+
+    vocab: int
+    logit_shift: int = field(default=0, kw_only=True)
+    block_size: int | None = field(default=None, kw_only=True)
+    has_prompt_block: bool = field(default=False, kw_only=True)
+    has_causal_context: bool = field(default=False, kw_only=True)
+    context_predicts_next: bool = field(default=False, kw_only=True)
+    is_ordered: bool = field(default=False, kw_only=True)
+
+    @property
+    def starts_at_prompt_end(self) -> bool:
+        """Whether blocks are counted from the end of the prompt."""
+        return self.has_prompt_block or self.has_causal_context
+
+    def block_origin(self, prompt: int) -> int:
+        """The position from which blocks are counted, behind a prompt of so many tokens."""
+        return prompt if self.starts_at_prompt_end else 0
+
+
+@dataclass(frozen=True)
+class Shape(CanvasShape):
     """Sizes and parts of the network.
 
     Attributes:
@@ -25,14 +60,6 @@ class Shape:
         has_bias: Whether queries, keys and values have biases (Qwen2).
         has_head_norms: Whether each head of queries and keys is normed (Qwen3).
         is_tied: Whether the head is the embedding.
-        logit_shift: Of a diffusion model: 1 if a row predicts the position after its own (Dream).
-        block_size: Of a diffusion model: rows see their own block of so many positions, counted
-            from the first, and those before it (SDAR); None: rows see all positions.
-        has_prompt_block: Whether the prompt is one block, and the others are counted from its end
-            (Efficient-DLM).
-        has_causal_context: Whether what is before the block that is filled is causal, and blocks
-            are counted from the end of the prompt (Nemotron-Labs-Diffusion).
-        context_predicts_next: Whether the last row before a block predicts its first position.
         num_experts: The number of experts of each layer, `hidden` wide; 0 for one MLP.
         experts_per_token: How many of them a token has.
         normalises_experts: Whether the weights of these are divided by their sum.
@@ -41,7 +68,6 @@ class Shape:
         rope_factor: What the cosines and sines are multiplied by.
     """
 
-    vocab: int
     width: int = 128
     layers: int = 4
     heads: int = 4
@@ -54,11 +80,6 @@ class Shape:
     has_bias: bool = False
     has_head_norms: bool = False
     is_tied: bool = False
-    logit_shift: int = 0
-    block_size: int | None = None
-    has_prompt_block: bool = False
-    has_causal_context: bool = False
-    context_predicts_next: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
     normalises_experts: bool = True
@@ -69,15 +90,6 @@ class Shape:
     def head_width(self) -> int:
         """Dimensions per head."""
         return self.head_size or self.width // self.heads
-
-    @property
-    def starts_at_prompt_end(self) -> bool:
-        """Whether blocks are counted from the end of the prompt."""
-        return self.has_prompt_block or self.has_causal_context
-
-    def block_origin(self, prompt: int) -> int:
-        """The position from which blocks are counted, behind a prompt of so many tokens."""
-        return prompt if self.starts_at_prompt_end else 0
 
 
 class Norm(nn.Module):

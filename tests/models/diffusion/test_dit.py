@@ -22,34 +22,8 @@ from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer
-from dit_checkpoints import HEADS, LAYERS, D, V, reference_dit, write_dit
+from dit_checkpoints import DUO, GIDD, V, reference_dit, write_dit
 
-GIDD: dict[str, Any] = {
-    "model_type": "dit",
-    "architectures": ["DIT"],
-    "attention_dropout": 0.0,
-    "hidden_size": D,
-    "max_seq_len": 128,
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "p_uniform": 0.2,
-    "t_eps": 1e-4,
-    "timestep_cond_dim": 12,
-    "vocab_size": V,
-}
-DUO: dict[str, Any] = {
-    "model_type": "DUO",
-    "architectures": ["DUO"],
-    "causal": False,
-    "cond_dim": 12,
-    "dropout": 0.1,
-    "hidden_dim": D,
-    "model_length": 128,
-    "n_blocks": LAYERS,
-    "n_heads": HEADS,
-    "var_min": True,
-    "vocab_size": V,
-}
 PROMPT = [3, 14, 15, 9, 26, 5]
 LENGTH, STEPS = 6, 4
 Pass = tuple[int, list[int], dict[int, np.ndarray]]

@@ -85,16 +85,16 @@ def train_distilled(
         str,
         typer.Option(
             "--method",
-            help="Distillation method: cd4lm, dparallel, duo (for models whose noise is random"
-            " tokens), deer or specdiff-2.",
+            help="Distillation method: cd4lm or dparallel (for models that fill masks), duo (for"
+            " models whose noise is random tokens), deer or specdiff-2.",
         ),
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Masked-diffusion model to start from.")
-    ] = ("tiny-diffusion"),
-    out: Annotated[Path, typer.Option("--out", help="Folder of the new model.")] = Path(
-        "distilled"
+    model: Annotated[str, typer.Option("--model", "-m", help="Diffusion model to start from.")] = (
+        "tiny-diffusion"
     ),
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder of the new model, or of its adapter.")
+    ] = Path("distilled"),
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 200,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per step.")] = 32,
     rate: Rate = 1e-4,
@@ -104,17 +104,25 @@ def train_distilled(
             "--block", min=1, help="Block size (dparallel) or draft length (deer, specdiff-2)."
         ),
     ] = 8,
+    rank: Annotated[
+        int,
+        typer.Option(
+            "--rank", min=1, help="Rank of the adapter, for models of which not all weights train."
+        ),
+    ] = 16,
     target: Annotated[
         str,
         typer.Option("--target", help="Model that is drafted for (deer, specdiff-2)."),
     ] = "tiny-autoregressive",
+    family: options.Family = None,
+    mask: options.Mask = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
-    """Distil a diffusion model into one that needs fewer passes (one with the layers of Llama,
-    Qwen2, Qwen3 or Qwen3-MoE, or an adapter of one), or one that this package trained into a draft
-    model (deer, specdiff-2).
+    """Distil a diffusion model into one that needs fewer passes, or one that this package trained
+    into a draft model (deer, specdiff-2). Where the layers are not those of Llama, Qwen2, Qwen3 or
+    Qwen3-MoE, alike in all layers, an adapter is trained.
 
     Example: anydecode train distil --method dparallel --steps 200 --out tiny-dparallel
     """
@@ -123,7 +131,14 @@ def train_distilled(
     from anydecode.training.distillation import DistillationRecipe, distil
 
     recipe = DistillationRecipe(
-        method, steps=steps, batch=batch, rate=rate, block=block, seed=seed, target=target
+        method,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        block=block,
+        rank=rank,
+        seed=seed,
+        target=target,
     )
     limit_threads(threads)
     with progress("steps", steps) as bar:
@@ -133,6 +148,8 @@ def train_distilled(
             out,
             recipe,
             lambda step, loss: bar.update(step, detail=f"loss {loss:.3f}"),
+            family,
+            mask,
         )
     if json:
         print_json({"path": str(out), "method": method, "losses": losses})
@@ -209,6 +226,8 @@ def train_commit_filter(
         ),
     ] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Training epochs.")] = 4000,
+    family: options.Family = None,
+    mask: options.Mask = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
@@ -232,6 +251,8 @@ def train_commit_filter(
             epochs=epochs,
             seed=seed,
             report=lambda epoch, loss: bar.update(epoch, step="filter", detail=f"loss {loss:.3f}"),
+            family=family,
+            mask=mask,
         )
     if json:
         print_json({"path": str(out), **results})

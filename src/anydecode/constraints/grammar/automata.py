@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from anydecode.constraints.grammar.byte_regex import Expression
+from anydecode.constraints.grammar.byte_regex import (
+    EMPTY,
+    TEXT_END,
+    TEXT_START,
+    Expression,
+)
 from anydecode.errors import ConstraintError
 
 #: Maximum number of states of all automata of a grammar together.
@@ -48,6 +53,14 @@ def byte_classes(sets: Iterable[int]) -> tuple[list[int], dict[int, list[int]]]:
         for mask in masks
     }
     return class_of_byte, members
+
+
+def class_masks(class_of_byte: list[int]) -> list[int]:
+    """The bytes of each class, as a bit mask."""
+    masks = [0] * (max(class_of_byte) + 1)
+    for byte, label in enumerate(class_of_byte):
+        masks[label] |= 1 << byte
+    return masks
 
 
 def determinize(
@@ -162,3 +175,114 @@ def determinize(
         for label in sorted(targets):
             transitions[states[subset]][label] = state(targets[label])
     return transitions, is_final
+
+
+def partitioned(base: Expression, parts: Sequence[Expression]) -> dict[frozenset[int], Expression]:
+    """The texts of `base`, divided by the expressions of `parts` that match them.
+
+    Args:
+        base: An expression over bytes, without references.
+        parts: Further ones.
+
+    Returns:
+        By the indices of the parts that match: the texts. Only classes with texts are listed.
+
+    Raises:
+        ConstraintError: The automata are too large.
+    """
+    expressions = [base, *parts]
+    sets = [leaf[1] for one in expressions for leaf in leaves(one)]
+    class_of_byte, members = byte_classes(sets)
+    masks = class_masks(class_of_byte)
+    automata = [determinize(one, lambda leaf: members[leaf[1]]) for one in expressions]
+    start = (0,) * len(automata)
+    numbers = {start: 0}  # the nodes of the graphs, of which 1 is the end
+    queue = deque([start])
+    edges: list[tuple[int, int, int]] = []
+    sources: dict[int, list[int]] = {}
+    ends: dict[frozenset[int], list[int]] = {}
+    while queue:
+        states = queue.popleft()
+        number = numbers[states]
+        if automata[0][1][states[0]]:
+            matching = [
+                index
+                for index, state in enumerate(states[1:])
+                if state >= 0 and automata[index + 1][1][state]
+            ]
+            ends.setdefault(frozenset(matching), []).append(number)
+        targets: dict[tuple[int, ...], int] = {}
+        for label in automata[0][0][states[0]]:
+            found = tuple(
+                -1 if state < 0 else transitions[state].get(label, -1)
+                for (transitions, _), state in zip(automata, states, strict=True)
+            )
+            targets[found] = targets.get(found, 0) | masks[label]
+        for found, bytes_ in targets.items():
+            if found not in numbers:
+                if len(numbers) >= MAX_STATES:
+                    raise ConstraintError(TOO_LARGE)
+                numbers[found] = len(numbers) + 1
+                queue.append(found)
+            edges.append((number, bytes_, numbers[found]))
+            sources.setdefault(numbers[found], []).append(number)
+    return {matching: ("graph", _graph_to(last, edges, sources)) for matching, last in ends.items()}
+
+
+def _graph_to(
+    ends: list[int], edges: list[tuple[int, int, int]], sources: dict[int, list[int]]
+) -> tuple[tuple[int, Expression, int], ...]:
+    """Those of `edges` that lead to one of the nodes `ends`, and from there to node 1."""
+    useful, stack = {*ends}, [*ends]
+    while stack:
+        for source in sources.get(stack.pop(), ()):
+            if source not in useful:
+                useful.add(source)
+                stack.append(source)
+    kept = [(source, ("set", bytes_), to) for source, bytes_, to in edges if to in useful]
+    return (*kept, *((end, EMPTY, 1) for end in ends))
+
+
+def without_anchors(part: Expression) -> Expression:
+    """The texts that an expression with anchors matches from their first byte to their last.
+
+    Args:
+        part: An expression over bytes in which the bytes `TEXT_START` and `TEXT_END` match the
+            empty text at the start and at the end.
+
+    Raises:
+        ConstraintError: The automaton is too large.
+    """
+    class_of_byte, members = byte_classes(leaf[1] for leaf in leaves(part))
+    anchors = {class_of_byte[TEXT_START]: "start", class_of_byte[TEXT_END]: "end"}
+    masks = class_masks(class_of_byte)
+    transitions, is_final = determinize(part, lambda leaf: members[leaf[1]])
+    numbers = {(0, "start"): 0}
+    stack = [*numbers]
+    edges: list[tuple[int, Expression, int]] = []
+    while stack:
+        state, place = stack.pop()
+        number = numbers[state, place]
+        if is_final[state]:
+            edges.append((number, EMPTY, 1))
+        for label, to in transitions[state].items():
+            anchor = anchors.get(label)
+            after = _place_after(place, anchor)
+            if after is None:
+                continue
+            if (to, after) not in numbers:
+                numbers[to, after] = len(numbers) + 1
+                stack.append((to, after))
+            read = ("set", masks[label]) if anchor is None else EMPTY
+            edges.append((number, read, numbers[to, after]))
+    return "graph", tuple(edges)
+
+
+def _place_after(place: str, anchor: str | None) -> str | None:
+    """The place in a text after an anchor (None: a byte) at `place`; None if it is not there.
+    "start" is before the first byte, "end" after the last, and "both" in the empty text."""
+    if anchor is None:
+        return "middle" if place in ("start", "middle") else None
+    if anchor == "start":
+        return place if place in ("start", "both") else None
+    return {"start": "both", "middle": "end"}.get(place, place)

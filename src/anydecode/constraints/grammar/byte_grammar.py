@@ -28,6 +28,7 @@ from anydecode.constraints.grammar.byte_regex import (
     characters,
     choice,
     literal,
+    map_parts,
     matches_empty,
     num_copies,
     read_regex,
@@ -266,7 +267,7 @@ class Rules:
             return (
                 part[1]
                 if part[0] == "terminal"
-                else _map_parts(part, lambda part: expanded(part, enclosing))
+                else map_parts(part, lambda part: expanded(part, enclosing))
             )
 
         def with_terminals(part: Expression) -> Expression:
@@ -276,7 +277,7 @@ class Rules:
                 found = expanded(part, ())
                 leaf: Expression = ("terminal", found)
                 return choice([EMPTY, leaf]) if matches_empty(found) else leaf
-            return _map_parts(part, with_terminals)
+            return map_parts(part, with_terminals)
 
         rules = {
             name: with_terminals(rule)
@@ -298,15 +299,6 @@ def _string(value: str) -> tuple[str, bool]:
 
 def _is_terminal(name: str) -> bool:
     return name.lstrip("_")[:1].isupper()
-
-
-def _map_parts(part: Expression, change: object) -> Expression:
-    kind, body = part
-    if kind in ("set", "ref", "terminal"):
-        return part
-    if kind == "star":
-        return (kind, change(body))  # type: ignore[operator]
-    return (kind, tuple(change(part) for part in body))  # type: ignore[operator]
 
 
 def _refs(part: Expression) -> set[str]:
@@ -350,7 +342,7 @@ def inlined(rules: dict[str, Expression]) -> dict[str, Expression]:
         if part[0] == "ref":
             fits = part[1] not in below[part[1]] and sizes[part[1]] <= MAX_INLINED_PARTS
             return result[part[1]] if fits else part
-        return _map_parts(part, inline)
+        return map_parts(part, inline)
 
     for name in sorted(rules, key=lambda name: len(below[name])):  # used rules come first
         if name not in below[name]:

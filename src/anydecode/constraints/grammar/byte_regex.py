@@ -25,6 +25,8 @@ MAX_COPIES = 2_000
 #: Maximum number of parts of a pattern's expression with its repetitions expanded, of groups and
 #: repetitions in each other, and of ranges in one class.
 MAX_PARTS, MAX_DEPTH, MAX_RANGES = 160_000, 100, 10_000
+#: The bytes that stand for anchors, where they are read: no UTF-8 has them.
+TEXT_START, TEXT_END = 0xFE, 0xFF
 _LAST_CODE_POINT = 0x10FFFF
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _ASCII_CLASSES: dict[str, Ranges] = {
@@ -67,11 +69,31 @@ def size(expression: Expression) -> int:
         if kind in ("set", "ref"):
             return 1
         if id(expression) not in sizes:
-            children = (parts,) if kind in ("star", "terminal") else parts
+            children = [*_children(expression)]
             sizes[id(expression)] = 1 + sum(map(count_parts, children))
         return sizes[id(expression)]
 
     return count_parts(expression)
+
+
+def _children(expression: Expression) -> Iterable[Expression]:
+    """The direct parts of an expression, of a terminal too."""
+    kind, parts = expression
+    if kind in ("star", "terminal"):
+        return (parts,)
+    return (inner for _, inner, _ in parts) if kind == "graph" else parts
+
+
+def map_parts(expression: Expression, change: Callable[[Expression], Expression]) -> Expression:
+    """An expression with its direct parts changed. Sets, references and terminals have none."""
+    kind, parts = expression
+    if kind in ("set", "ref", "terminal"):
+        return expression
+    if kind == "star":
+        return kind, change(parts)
+    if kind == "graph":
+        return kind, tuple((source, change(inner), to) for source, inner, to in parts)
+    return kind, tuple(change(part) for part in parts)
 
 
 def matches_empty(expression: Expression) -> bool:
@@ -189,7 +211,7 @@ def _widest_class(kind: str) -> tuple[tuple[int, int], ...]:
 
 
 class _Reader:
-    def __init__(self, pattern: str, flags: str, max_parts: int) -> None:
+    def __init__(self, pattern: str, flags: str, max_parts: int, has_anchors: bool) -> None:
         unknown = set(flags) - set("isu")
         if unknown:
             raise ConstraintError(
@@ -198,6 +220,7 @@ class _Reader:
         self.text, self.position = pattern, 0
         self.ignore_case, self.dot_all = "i" in flags, "s" in flags
         self.num_parts, self.max_parts = 0, max_parts
+        self.has_anchors = has_anchors
         self.depth = 0  # of groups, at the current position
         self.height = 0  # of groups and repetitions in each other, in what was read last
 
@@ -300,6 +323,8 @@ class _Reader:
         if character == "\\":
             return self.one_of(self.escape(outside=True))
         if character in "^$":
+            if self.has_anchors:
+                return "set", 1 << (TEXT_START if character == "^" else TEXT_END)
             raise self.error(f"an anchor ({character})")
         if character in "*+?{":
             raise self.error(f"nothing to repeat before {character!r}")
@@ -397,7 +422,9 @@ class _Reader:
         return [(ord(character), ord(character))]
 
 
-def read_regex(pattern: str, flags: str = "", max_parts: int = MAX_PARTS) -> Expression:
+def read_regex(
+    pattern: str, flags: str = "", max_parts: int = MAX_PARTS, *, has_anchors: bool = False
+) -> Expression:
     """Parses a regular expression that matches whole texts.
 
     `\\d`, `\\w` and `\\s` are ASCII classes. Their negations exclude the Unicode classes.
@@ -406,9 +433,11 @@ def read_regex(pattern: str, flags: str = "", max_parts: int = MAX_PARTS) -> Exp
         pattern: The regular expression.
         flags: Any of "i" (ignore case, ASCII), "s" (a dot matches line breaks) and "u" (no effect).
         max_parts: Maximum number of parts with repetitions expanded.
+        has_anchors: Whether the anchors ^ and $ are read, as the bytes `TEXT_START` and `TEXT_END`;
+            otherwise they are refused.
 
     Raises:
         ConstraintError: The pattern is not regular or not supported, or it has more than
             `max_parts` parts.
     """
-    return _Reader(pattern, flags, max_parts).parse()
+    return _Reader(pattern, flags, max_parts, has_anchors).parse()

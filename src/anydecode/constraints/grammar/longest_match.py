@@ -28,6 +28,7 @@ from anydecode.constraints.grammar.automata import (
     MAX_STATES,
     TOO_LARGE,
     byte_classes,
+    class_masks,
     determinize,
     leaves,
 )
@@ -102,9 +103,7 @@ class _Terminals:
         self._terminals = terminals
         sets = [leaf[1] for one in terminals.values() for leaf in leaves(one)]
         class_of_byte, self._members = byte_classes(sets)
-        self.masks = [0] * (max(class_of_byte) + 1)
-        for byte, label in enumerate(class_of_byte):
-            self.masks[label] |= 1 << byte
+        self.masks = class_masks(class_of_byte)
         self._lexers: dict[tuple[int, frozenset[int], bool], _Lexer] = {}
         self._relations: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         words = {number: _word(one) for number, one in terminals.items()}

@@ -18,6 +18,9 @@ from anydecode.constraints.patterns import matches, pattern_options
 MAX_CHARACTERS = 40_000
 #: Maximum number of conditions on one object: each of them doubles the alternatives.
 MAX_CONDITIONS = 8
+#: Keywords that say how a schema is read, and the beginnings of references to its definitions.
+DEFINITIONS = ("$schema", "$defs", "definitions")
+_REFERENCES = ("#/$defs/", "#/definitions/")
 
 
 def canonical(schema: Any, size: int) -> Any | None:
@@ -55,6 +58,34 @@ def canonical(schema: Any, size: int) -> Any | None:
         if required:
             node["required"] = sorted(required, key=rank)
     return rewritten
+
+
+def all_of(schemas: list[Any], definitions: dict[str, Any]) -> Any | None:
+    """A schema, in canonical form, of the values that all `schemas` allow.
+
+    Args:
+        schemas: JSON schemas.
+        definitions: The definitions that their references refer to, and "$schema", by keyword
+            (`DEFINITIONS`).
+
+    Returns:
+        The schema without the definitions: False if no value is allowed, None if there is no such
+        form.
+    """
+    combined = {**definitions, "allOf": schemas}
+    references = {node["$ref"] for _, node in subschemas(combined) if "$ref" in node}
+    if not all(str(reference).startswith(_REFERENCES) for reference in references):
+        return None  # to another root than that of the combined schema
+    try:
+        simplified = canonical(combined, len(str(combined)))
+    except ValueError:
+        return False
+    if not isinstance(simplified, dict):
+        return simplified
+    for key in DEFINITIONS[1:]:
+        if simplified.get(key, {}).keys() - definitions.get(key, {}).keys():
+            return None
+    return {key: value for key, value in simplified.items() if key not in DEFINITIONS}
 
 
 def _max_conditions(schema: Any) -> int:

@@ -33,6 +33,7 @@ from anydecode.constraints.json.narrowed_value import (
 )
 from anydecode.constraints.json.narrowing import narrowed_schema
 from anydecode.constraints.json.relaxing import (
+    ASSERTING,
     INEXACT_FORMATS,
     LONG_FORMATS,
     NUM_LEVELS,
@@ -77,10 +78,12 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _CompiledSchema:
-    """A compiled schema: the grammar for the mask engine, and the validator of the rest, which is
-    made of the keywords `left_out`, as "keyword at #/path"."""
+    """A compiled schema: the grammar for the mask engine, what identifies it (as in
+    `canvas_grammar_of`), and the validator of the rest, which is made of the keywords `left_out`,
+    as "keyword at #/path"."""
 
     grammar: str
+    origin: str
     report: ConstraintReport
     validator: Validator
     left_out: list[str]
@@ -160,7 +163,9 @@ class JsonSchema(CompletedConstraint):
             from anydecode.constraints.xgrammar_engine import XGrammarState
 
             return XGrammarState.of("json", self.schema, tokenizer, vocab_size)
-        return GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
+        state = GuidanceState.of(compiled.grammar, tokenizer, vocab_size)
+        state.origin = compiled.origin
+        return state
 
     @property
     def completion_hints(self) -> SchemaHints:
@@ -322,8 +327,10 @@ class JsonSchema(CompletedConstraint):
         if self.engine == "xgrammar":
             guards: dict[str, Any] = {"finish": self.finish}
             report = ConstraintReport("json_schema", self.engine, (), tuple(keywords), (), guards)
-            return _CompiledSchema("", report, validator, ["schema at #"], SchemaHints(self.schema))
-        grammar, candidate, is_guarded = self._compile_grammar(tokenizer, vocab_size)
+            return _CompiledSchema(
+                "", "", report, validator, ["schema at #"], SchemaHints(self.schema)
+            )
+        grammar, candidate, is_guarded, stronger = self._compile_grammar(tokenizer, vocab_size)
         dropped = list(dict.fromkeys([*candidate.dropped, *_formats(self.schema, INEXACT_FORMATS)]))
         left_out = self._release(validator, candidate) if dropped else []
         guards = {
@@ -338,8 +345,10 @@ class JsonSchema(CompletedConstraint):
         report = ConstraintReport(
             "json_schema", self.engine, masked, tuple(dropped), ignored, guards
         )
-        grammar_schema = json.loads(grammar)["grammars"][0]["json_schema"]
-        return _CompiledSchema(grammar, report, validator, left_out, SchemaHints(grammar_schema))
+        described = json.loads(grammar)
+        hints = SchemaHints(described["grammars"][0]["json_schema"])
+        origin = json.dumps({**described, "stronger": stronger}) if stronger else grammar
+        return _CompiledSchema(grammar, origin, report, validator, left_out, hints)
 
     def _with_guards(self, schema: Any) -> Any:
         """`schema` with the guards applied."""
@@ -349,11 +358,12 @@ class JsonSchema(CompletedConstraint):
 
     def _compile_grammar(
         self, tokenizer: Tokenizer, vocab_size: int
-    ) -> tuple[str, _Candidate, bool]:
-        """Returns the strongest grammar that compiles, the schema it was made from, and whether the
-        guards are applied."""
+    ) -> tuple[str, _Candidate, bool, list[Any]]:
+        """Returns the strongest grammar that compiles, the schema it was made from, whether the
+        guards are applied, and the stronger schemas that did not compile."""
         binding = tokenizer_binding(tokenizer, vocab_size)
         message = ""
+        stronger: list[Any] = []
         for candidate in self._candidates():
             schema = candidate.schema
             for is_guarded in (True, False):
@@ -367,9 +377,12 @@ class JsonSchema(CompletedConstraint):
                     if not message.startswith("Unsatisfiable"):
                         break
                 else:
-                    return grammar, candidate, is_guarded
+                    return grammar, candidate, is_guarded, stronger
             if message.startswith("Unsatisfiable"):
                 raise ConstraintError(f"no text can satisfy the schema: {message}")
+            guarded = self._with_guards(schema)
+            if guarded not in stronger and not _one_of(guarded):  # read as `anyOf` there
+                stronger.append(guarded)
         raise ConstraintError(f"the schema cannot be enforced: {message}")
 
     def _candidates(self) -> Iterator[_Candidate]:
@@ -548,14 +561,6 @@ def _check_depth(schema: Any) -> None:
             stack += [(value, (*path, str(i))) for i, value in enumerate(node)]
 
 
-_ASSERTING = UNMASKED | {
-    "type", "properties", "required", "additionalProperties", "patternProperties", "items",
-    "prefixItems", "additionalItems", "enum", "const", "anyOf", "oneOf", "allOf", "pattern",
-    "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
-}  # fmt: skip
-
-
 def _asserting_keywords(schema: Any) -> list[str]:
     """The asserting keywords in a schema, sorted."""
-    return sorted({key for _, node in subschemas(schema) for key in node if key in _ASSERTING})
+    return sorted({key for _, node in subschemas(schema) for key in node if key in ASSERTING})

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from anydecode.constraints.json.canonical import canonical
+from anydecode.constraints.json.canonical import DEFINITIONS, all_of, canonical
 from anydecode.constraints.json.relaxing import (
     FORMATS,
     UNMASKED,
     is_pattern,
-    subschemas,
     without_assertions,
 )
 from anydecode.constraints.json.witnesses import is_negation, witnesses
@@ -22,8 +21,6 @@ from anydecode.constraints.json.witnesses import is_negation, witnesses
 #: Maximum number of subschemas of a narrowed form, and how many of them a schema that is
 #: canonicalized by itself counts for: so many, and one for each of so many characters.
 _MAX_NODES, _NODES_PER_CANONICAL, _CHARACTERS_PER_NODE = 50_000, 200, 4
-_DEFINITIONS = ("$schema", "$defs", "definitions")
-_REFERENCES = ("#/$defs/", "#/definitions/")
 #: Patterns for values of formats that the mask engine does not support.
 _FORMAT_PATTERNS = {
     "idn-email": r"[a-z]{1,12}@[a-z]{1,12}\.com",
@@ -49,7 +46,7 @@ def narrowed_schema(schema: Any, index: int, size: int) -> Any | None:
     try:
         canonical_schema = canonical(schema, size)
         whole = canonical_schema if canonical_schema is not None else schema
-        definitions = {key: whole[key] for key in _DEFINITIONS if key in whole}
+        definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
         return _Narrowing(index, definitions).node(whole)
     except ValueError:
         return None
@@ -121,8 +118,8 @@ class _Narrowing:
         """`schema` with one alternative of its `oneOf`, and without those values that others allow
         too; None if it has no canonical form."""
         options = schema["oneOf"]
-        rest = {key: value for key, value in schema.items() if key not in ("oneOf", *_DEFINITIONS)}
-        definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        rest = {key: value for key, value in schema.items() if key not in ("oneOf", *DEFINITIONS)}
+        definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
         for number in range(len(options)):
             others = [*options]
             option = others.pop((self._index // 2 + number) % len(options))
@@ -132,26 +129,12 @@ class _Narrowing:
         return None
 
     def _all_of(self, schemas: list[Any]) -> Any | None:
-        """A schema, in canonical form, of the values that all `schemas` allow: False if there are
-        none, None if there is no such form."""
-        combined = {**self._definitions, "allOf": schemas}
-        references = {node["$ref"] for _, node in subschemas(combined) if "$ref" in node}
-        if not all(str(reference).startswith(_REFERENCES) for reference in references):
-            return None  # to another root than that of the combined schema
-        size = len(str(combined))
+        """As `all_of`. Raises `_TooLargeError`."""
+        size = len(str({**self._definitions, "allOf": schemas}))
         self._num_nodes += _NODES_PER_CANONICAL + size // _CHARACTERS_PER_NODE
         if self._num_nodes > _MAX_NODES:
             raise _TooLargeError
-        try:
-            simplified = canonical(combined, size)
-        except ValueError:
-            return False
-        if not isinstance(simplified, dict):
-            return simplified
-        for key in _DEFINITIONS[1:]:
-            if simplified.get(key, {}).keys() - self._definitions.get(key, {}).keys():
-                return None
-        return {key: value for key, value in simplified.items() if key not in _DEFINITIONS}
+        return all_of(schemas, self._definitions)
 
     def _choose_alternative(self, result: dict[str, Any]) -> None:
         """Replaces `oneOf` and `anyOf` by one of their alternatives."""

@@ -27,6 +27,13 @@ UNMASKED = frozenset(
         "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
+#: Keywords that forbid something, `$ref` aside.
+ASSERTING = UNMASKED | {
+    "type", "properties", "required", "additionalProperties", "patternProperties", "items",
+    "prefixItems", "additionalItems", "enum", "const", "anyOf", "oneOf", "allOf", "pattern",
+    "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
+}  # fmt: skip
 #: Keywords removed only if the engine rejects the schema without `UNMASKED`.
 _BOUNDS = frozenset(
     {

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from decimal import Decimal
+from functools import partial
 from typing import Any
 
+from anydecode.constraints.grammar.automata import MAX_STATES, TOO_LARGE, partitioned
 from anydecode.constraints.grammar.byte_grammar import (
     ByteGrammar,
     byte_grammar,
@@ -19,35 +23,43 @@ from anydecode.constraints.grammar.byte_grammar import (
 )
 from anydecode.constraints.grammar.byte_regex import (
     EMPTY,
+    MAX_COPIES,
     Expression,
-    characters,
     choice,
     literal,
+    map_parts,
     read_regex,
     repeated,
     sequence,
 )
+from anydecode.constraints.json.canonical import DEFINITIONS, all_of
+from anydecode.constraints.json.relaxing import ASSERTING, subschemas
 from anydecode.constraints.json.termination import resolve_reference
 from anydecode.constraints.json.witnesses import search_expression
+from anydecode.constraints.patterns import matches
 from anydecode.errors import ConstraintError
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 #: The keywords that a rule can express, by the type that they apply to.
 _BY_TYPE: dict[str, frozenset[str]] = {
-    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "object": frozenset(
+        {
+            "properties", "required", "additionalProperties", "patternProperties",
+            "minProperties", "maxProperties",
+        }
+    ),
     "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
-}
+    "number": frozenset(
+        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    ),
+}  # fmt: skip
 _BY_TYPE["integer"] = _BY_TYPE["number"]
-#: Keywords that forbid nothing by themselves.
-_ANNOTATIONS = frozenset(
-    {
-        "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
-        "$schema", "$id", "id", "$comment", "$anchor", "$defs", "definitions", "discriminator",
-        "x-guidance", "contentEncoding", "contentMediaType",
-    }
-)  # fmt: skip
+#: Keywords that list values or combine schemas.
+_COMBINING = ("$ref", "anyOf", "allOf", "enum", "const")
+#: Maximum number of schemas that are merged, and of the remainders of a multiple, counted again for
+#: each decimal.
+_MAX_MERGED, _MAX_REMAINDERS = 1_000, 2_000
 
 
 def _bytes(*ranges: tuple[int, int]) -> Expression:
@@ -135,26 +147,43 @@ def canvas_grammar_of(description: str) -> ByteGrammar:
     """The automata of a constraint: of a JSON Schema, or as `byte_grammar`.
 
     Args:
-        description: A Lark grammar, or llguidance's JSON with one grammar or schema in it.
+        description: A Lark grammar, or llguidance's JSON with one grammar or schema in it. Beside
+            a schema, "stronger" may list schemas that say more, the strongest first: the first one
+            that can be expressed is taken.
 
     Raises:
         ConstraintError: The constraint is not supported or too large.
     """
-    schema = None
+    described, schema = {}, None
     if description.lstrip().startswith("{"):
-        grammars = json.loads(description)["grammars"]
+        described = json.loads(description)
+        grammars = described["grammars"]
         schema = grammars[0].get("json_schema") if len(grammars) == 1 else None
     if schema is None:
         return byte_grammar(description)
-    return grammar_of(lambda: inlined(_SchemaRules(schema).rules))
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    for stronger in described.get("stronger", ()):
+        try:
+            return _grammar_of_schema(stronger, options)
+        except ConstraintError:
+            continue
+    return _grammar_of_schema(schema, options)
+
+
+def _grammar_of_schema(schema: Any, options: dict[str, Any]) -> ByteGrammar:
+    return grammar_of(lambda: inlined(_SchemaRules(schema, options).rules))
 
 
 class _SchemaRules:
-    """The rules of a schema: `rules[name]`; rule "" is the whole text."""
+    """The rules of a schema: `rules[name]`; rule "" is the whole text. `options` are llguidance's,
+    "x-guidance"."""
 
-    def __init__(self, schema: Any) -> None:
-        self._root = schema
-        options = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    def __init__(self, schema: Any, options: dict[str, Any]) -> None:
+        self._root = schema = _with_any_of(schema)
+        self._definitions = {
+            key: schema[key] for key in DEFINITIONS if isinstance(schema, dict) and key in schema
+        }
+        self._num_merged = 0
         space = options.get("whitespace_pattern")
         self._space = EMPTY if space is None else read_regex(space)
         self._comma = literal(options.get("item_separator", ",").strip(" "))
@@ -172,48 +201,78 @@ class _SchemaRules:
         return ("ref", name)
 
     def _value(self, schema: Any) -> Expression:
-        if schema is True or schema == {}:
-            return self._rule("any value", lambda: self._of_types({}, _TYPES))
         if schema is False:
             return choice(())
-        keywords = schema.keys() - _ANNOTATIONS
-        if not keywords:
-            return self._value(True)
-        for keyword in ("$ref", "anyOf", "oneOf", "allOf", "enum", "const"):
-            if keyword in keywords:
-                others = (
-                    keywords - {keyword} - ({"type"} if keyword in ("enum", "const") else set())
-                )
-                if others:
-                    raise _unsupported(min(others), f"beside {keyword}")
-                return self._combined(keyword, schema)
-        types = schema.get("type", _TYPES)
-        types = [types] if isinstance(types, str) else list(types)
-        known = {"type"}.union(*_BY_TYPE.values())
-        if keywords - known:
-            raise _unsupported(min(keywords - known))
-        return self._of_types(schema, types)
+        keywords = schema.keys() & {*ASSERTING, "$ref"} if isinstance(schema, dict) else set()
+        if not keywords:  # others are annotations
+            return self._rule("any value", lambda: self._of_types({}, _TYPES))
+        combining = [keyword for keyword in _COMBINING if keyword in keywords]
+        if not combining:
+            unknown = keywords - {"type"}.union(*_BY_TYPE.values())
+            if unknown:
+                raise _unsupported(min(unknown))
+            return self._of_types(schema, _types_of(schema))
+        keyword = combining[0]
+        others = keywords - {keyword} - ({"type"} if keyword in ("enum", "const") else set())
+        if others or (keyword == "allOf" and len(schema[keyword]) != 1):
+            rest = {one: schema[one] for one in sorted(keywords)}
+            return self._rule(json.dumps(rest), partial(self._merged, rest))
+        return self._combined(keyword, schema)
 
     def _combined(self, keyword: str, schema: dict[str, Any]) -> Expression:
-        """The values of a schema that has one of the keywords that combine or list values."""
+        """The values of a schema with no other keyword than one that combines or lists values."""
         value = schema[keyword]
         if keyword == "$ref":
-            target = resolve_reference(self._root, value)
-            if target is None:
-                raise _unsupported("$ref", "to another schema")
-            return self._rule(value, lambda: self._value(target))
+            return self._rule(value, lambda: self._value(self._target(value)))
         if keyword in ("enum", "const"):
-            types = schema.get("type", _TYPES)
-            types = [types] if isinstance(types, str) else types
-            values = value if keyword == "enum" else [value]
             return choice(
                 literal(json.dumps(one, ensure_ascii=False))
-                for one in values
-                if any(_is_of(one, name) for name in types)
+                for one in (value if keyword == "enum" else [value])
+                if any(_is_of(one, name) for name in _types_of(schema))
             )
-        if keyword == "allOf" and len(value) != 1:
-            raise _unsupported("allOf", "with several schemas")
         return choice(self._value(part) for part in value)
+
+    def _target(self, reference: str) -> Any:
+        target = resolve_reference(self._root, reference)
+        if target is None:
+            raise _unsupported("$ref", "to another schema")
+        return target
+
+    def _merged(self, schema: dict[str, Any]) -> Expression:
+        """The values of a schema with several keywords, of which one combines schemas."""
+        merged = self._all_of([schema])
+        if not isinstance(merged, dict):
+            return self._value(merged)
+        rest = {key: value for key, value in merged.items() if key in ASSERTING or key == "$ref"}
+        options = rest.pop("anyOf", None)
+        if options is not None and rest:
+            return choice(self._value(self._all_of([rest, option])) for option in options)
+        joined = rest.pop("allOf", ())
+        if len(joined) + len(rest) > 1 and (joined or "$ref" in rest):
+            parts = []
+            for part in (rest, *joined):
+                if isinstance(part, dict) and "$ref" in part:
+                    parts.append(self._target(part["$ref"]))
+                    part = {key: value for key, value in part.items() if key != "$ref"}
+                parts.append(part)
+            if len(parts) == 1 + len(joined):
+                raise _unsupported("allOf", "of schemas that cannot be merged into one")
+            merged = self._all_of(parts)
+        return self._value(merged)
+
+    def _all_of(self, schemas: list[Any]) -> Any:
+        """A schema of the values that all of `schemas` allow."""
+        different = [one for index, one in enumerate(schemas) if one not in schemas[:index]]
+        if len(different) == 1 and different[0] in (True, False):
+            return different[0]
+        self._num_merged += 1
+        merged = all_of(different, self._definitions) if self._num_merged <= _MAX_MERGED else None
+        if merged is None:
+            keywords = {key for one in different if isinstance(one, dict) for key in one}
+            raise _unsupported(
+                min(keywords & {*ASSERTING, "$ref"}), "beside keywords it cannot be merged with"
+            )
+        return merged
 
     def _of_types(self, schema: dict[str, Any], types: Iterable[str]) -> Expression:
         names = list(types)
@@ -233,48 +292,100 @@ class _SchemaRules:
         return literal("null") if name == "null" else choice([literal("true"), literal("false")])
 
     def _object(self, schema: dict[str, Any]) -> Expression:
-        properties = dict(schema.get("properties", {}))
+        properties = schema.get("properties", {})
         required = schema.get("required", ())
+        by_pattern = schema.get("patternProperties", {})
         additional = schema.get("additionalProperties", True)
-        properties.update({name: additional for name in required if name not in properties})
-        pairs = [
-            (self._pair(literal(json.dumps(name, ensure_ascii=False)), value), name in required)
-            for name, value in properties.items()
-            if value is not False or name in required
-        ]
-        extra = EMPTY
-        if additional is not False:
-            name = sequence([_QUOTE, _other_names([*properties]), _QUOTE])
-            extra = self._pair(name, additional)
-        options = []
-        for index, (pair, is_required) in enumerate(pairs):  # the first property that is present
-            tail = [self._later(*later) for later in pairs[index + 1 :]]
-            if extra != EMPTY:
-                tail.append(("star", self._later(extra, True)))
-            options.append(sequence([pair, *tail]))
-            if is_required:
-                break
-        else:
-            if extra != EMPTY:
-                options.append(sequence([extra, ("star", self._later(extra, True))]))
-            options.append(EMPTY)
-        content = [sequence([self._space, one, self._space]) for one in options]
-        return sequence([literal("{"), choice(content), literal("}")])
+
+        def value_of(found: list[Any]) -> Any:
+            return self._all_of(found) if len(found) > 1 else [*found, additional][0]
+
+        names = [*dict.fromkeys([*properties, *required])]
+        written = [literal(json.dumps(name, ensure_ascii=False)[1:-1]) for name in names]
+        pairs = []
+        for name, content in zip(names, written, strict=True):
+            matching = [one for pattern, one in by_pattern.items() if matches(pattern, name)]
+            value = value_of([properties[name], *matching] if name in properties else matching)
+            if value is not False or name in required:
+                pairs.append((self._pair(content, value), name in required))
+        extra = []
+        if by_pattern or additional is not False:
+            patterns = [_written(search_expression(pattern)) for pattern in by_pattern]
+            values = [*by_pattern.values()]
+            divided = partitioned(("star", _PLAIN), [*patterns, choice(written)])
+            for parts, content in divided.items():
+                if len(patterns) in parts:
+                    continue  # a listed name
+                value = value_of([values[index] for index in sorted(parts)])
+                if value is not False:
+                    extra.append(self._pair(content, value))
+        counts = _counts(schema, "Properties")
+        members = self._members(pairs, choice(extra) if extra else None, *counts)
+        return sequence([literal("{"), self._space, members, self._space, literal("}")])
+
+    def _members(
+        self,
+        pairs: list[tuple[Expression, bool]],
+        extra: Expression | None,
+        lowest: int,
+        highest: int | None,
+    ) -> Expression:
+        """The members of an object, in order.
+
+        Args:
+            pairs: The listed members, each with whether it is required.
+            extra: A further member, of which there may be any number; None: there is none.
+            lowest: The minimum number of members, and `highest` the maximum (None: unbounded).
+        """
+        if extra is None and highest is not None and highest >= len(pairs):
+            highest = None
+        # Members are counted up to `top`; there, without a maximum, any number more may follow.
+        top = max(lowest, 1) if highest is None else highest
+        if (len(pairs) + 1) * (top + 1) > MAX_STATES:
+            raise ConstraintError(TOO_LARGE)
+        edges: list[tuple[int, Expression, int]] = []
+        num_nodes = 2  # the start, and the end
+
+        def target(counts: dict[int, int], count: int) -> int:
+            nonlocal num_nodes
+            if count not in counts:
+                counts[count] = num_nodes
+                num_nodes += 1
+            return counts[count]
+
+        def read(member: Expression, count: int, node: int, after: dict[int, int]) -> None:
+            """Adds an edge on which a member is read after `count` others."""
+            if count != highest:
+                to = target(after, min(count + 1, top))
+                edges.append((node, self._later(member) if count else member, to))
+
+        counts = {0: 0}  # the nodes before the next listed member, by the number of members
+        for pair, is_required in pairs:
+            after: dict[int, int] = {}
+            for count, node in counts.items():
+                read(pair, count, node, after)
+                if not is_required:
+                    edges.append((node, EMPTY, target(after, count)))
+            counts = after
+        if extra is not None and counts:
+            for count in range(min(counts), top + 1):
+                read(extra, count, counts[count], counts)
+        edges += [(node, EMPTY, 1) for count, node in counts.items() if count >= lowest]
+        return "graph", tuple(edges)
 
     def _pair(self, name: Expression, value: Any) -> Expression:
-        return sequence([name, self._colon, self._after_colon, self._value(value)])
+        return sequence([_QUOTE, name, _QUOTE, self._colon, self._after_colon, self._value(value)])
 
-    def _later(self, part: Expression, is_required: bool) -> Expression:
+    def _later(self, part: Expression) -> Expression:
         """A member that is not the first one of its object or array."""
-        after = sequence([self._comma, self._after_comma, part])
-        return after if is_required else choice([after, EMPTY])
+        return sequence([self._comma, self._after_comma, part])
 
     def _array(self, schema: dict[str, Any]) -> Expression:
         first = schema.get("prefixItems", [])
         rest = schema.get("items", True)
         if isinstance(rest, list):
             raise _unsupported("items", "as a list")
-        lowest, highest = schema.get("minItems", 0), schema.get("maxItems")
+        lowest, highest = _counts(schema, "Items")
         if rest is False:
             highest = len(first) if highest is None else min(highest, len(first))
         if highest is not None and highest < lowest:
@@ -286,10 +397,10 @@ class _SchemaRules:
             num_rest = None if num_rest is None else num_rest - 1
         tail = EMPTY
         if num_rest != 0:
-            later = self._later(self._value(rest), True)
+            later = self._later(self._value(rest))
             tail = repeated(later, max(0, lowest - len(parts)), num_rest)
         for index in range(len(parts) - 1, 0, -1):
-            tail = sequence([self._later(parts[index], True), tail])
+            tail = sequence([self._later(parts[index]), tail])
             if index >= lowest:
                 tail = choice([tail, EMPTY])
         options = [sequence([self._space, parts[0], tail, self._space])] if parts else []
@@ -298,22 +409,35 @@ class _SchemaRules:
         return sequence([literal("["), choice(options), literal("]")])
 
 
+def _counts(schema: dict[str, Any], what: str) -> tuple[int, int | None]:
+    """The minimum and the maximum number of items, characters or properties."""
+    highest = schema.get(f"max{what}")
+    return math.ceil(schema.get(f"min{what}", 0)), None if highest is None else math.floor(highest)
+
+
 def _string(schema: dict[str, Any]) -> Expression:
-    lowest, highest = schema.get("minLength", 0), schema.get("maxLength")
-    for keyword in ("pattern", "format"):
-        if keyword in schema and (lowest or highest is not None):
-            raise _unsupported(keyword, "with a length")
+    lowest, highest = _counts(schema, "Length")
+    if highest is not None and highest < lowest:
+        return choice(())
+    parts = []
     if "format" in schema:
-        if "pattern" in schema or schema["format"] not in _FORMATS:
+        if schema["format"] not in _FORMATS:
             raise _unsupported("format", schema["format"])
-        content = read_regex(_FORMATS[schema["format"]])
-    elif "pattern" in schema:
-        content = _written(search_expression(schema["pattern"]))
-    else:
-        if highest is not None and highest < lowest:
-            return choice(())
-        content = repeated(_CHARACTER, lowest, highest)
-    return sequence([_QUOTE, content, _QUOTE])
+        parts.append(read_regex(_FORMATS[schema["format"]]))
+    if "pattern" in schema:
+        parts.append(_written(search_expression(schema["pattern"])))
+    if lowest or highest is not None or not parts:
+        most = None if highest is None else max(lowest, min(highest, MAX_COPIES))
+        parts.append(repeated(_CHARACTER, lowest, most))
+    return sequence([_QUOTE, _intersection(parts), _QUOTE])
+
+
+def _intersection(parts: list[Expression]) -> Expression:
+    """The texts that all of `parts` match."""
+    if len(parts) == 1:
+        return parts[0]
+    everything = frozenset(range(len(parts) - 1))
+    return partitioned(parts[-1], parts[:-1]).get(everything, choice(()))
 
 
 def _written(part: Expression) -> Expression:
@@ -322,75 +446,138 @@ def _written(part: Expression) -> Expression:
     if kind == "set":
         options = [literal(written) for byte, written in _ESCAPED.items() if body >> byte & 1]
         return choice([("set", body & _PLAIN_BYTES), *options])
-    if kind == "star":
-        return kind, _written(body)
-    return kind, tuple(_written(inner) for inner in body)
+    return map_parts(part, _written)
 
 
-def _other_names(names: list[str]) -> Expression:
-    """The names without escapes that are none of `names`."""
-    rest = ("star", _PLAIN)
-    options: list[Expression] = []
-    if "" not in names:
-        options.append(EMPTY)
-    letters: dict[str, list[str]] = {}
-    for name in names:
-        if name:
-            letters.setdefault(name[0], []).append(name[1:])
-    for letter, ends in letters.items():
-        if letter >= " " and letter not in '"\\':
-            options.append(sequence([literal(letter), _other_names(ends)]))
-    taken = sorted({ord(letter) for letter in letters} | {0x22, 0x5C})
-    gaps, start = [], 0x20
-    for point in [*taken, 0x110000]:
-        if start < point:
-            gaps.append((start, point - 1))
-        start = max(start, point + 1)
-    options.append(sequence([characters(gaps), rest]))
-    return choice(options)
+def _with_any_of(schema: Any) -> Any:
+    """`schema` with `oneOf` as `anyOf`. Values that several alternatives allow are left to the
+    validator, as those that the mask engine allows."""
+    result = deepcopy(schema)
+    for _, node in subschemas(result):
+        if "oneOf" in node:
+            options = {"anyOf": node.pop("oneOf")}
+            if "anyOf" in node:
+                node["allOf"] = [*node.get("allOf", ()), options]
+            else:
+                node |= options
+    return result
+
+
+def _types_of(schema: dict[str, Any]) -> list[str]:
+    types = schema.get("type", _TYPES)
+    return [types] if isinstance(types, str) else list(types)
 
 
 def _number(schema: dict[str, Any], is_integer: bool) -> Expression:
-    low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-    above, below = (
-        schema.get("exclusiveMinimum", -math.inf),
-        schema.get("exclusiveMaximum", math.inf),
-    )
+    low, above = _bound(schema, "minimum", -1), _bound(schema, "exclusiveMinimum", -1)
+    high, below = _bound(schema, "maximum", 1), _bound(schema, "exclusiveMaximum", 1)
     if is_integer:
-        smallest = max(_ceiling(low), -math.inf if above == -math.inf else math.floor(above) + 1)
-        largest = min(_floor(high), math.inf if below == math.inf else math.ceil(below) - 1)
-        return choice(_integers(smallest, largest))
-    bounds = [bound for bound in (low, high, above, below) if math.isfinite(bound)]
-    if any(bound != int(bound) for bound in bounds):
-        raise _unsupported("minimum or maximum", "of numbers, if it is not whole")
-    positive = _magnitudes(max(low, above), low >= above, min(high, below), high <= below)
-    negative = _magnitudes(-min(high, below), high <= below, -max(low, above), low >= above)
-    return choice([*positive, *(sequence([literal("-"), one]) for one in negative)])
+        smallest = -math.inf if low.is_infinite() else math.ceil(low)
+        largest = math.inf if high.is_infinite() else math.floor(high)
+        if above.is_finite():
+            smallest = max(smallest, math.floor(above) + 1)
+        if below.is_finite():
+            largest = min(largest, math.ceil(below) - 1)
+        options = _integers(smallest, largest)
+    else:
+        least, most = max(low, above), min(high, below)
+        positive = _magnitudes(least, low > above, most, high < below)
+        negative = _magnitudes(-most, high < below, -least, low > above)
+        options = [*positive, *(sequence([literal("-"), one]) for one in negative)]
+    if "multipleOf" not in schema:
+        return choice(options)
+    return _intersection([_multiples(Decimal(str(schema["multipleOf"]))), choice(options)])
 
 
-def _floor(value: float) -> float:
-    return value if math.isinf(value) else math.floor(value)
+def _bound(schema: dict[str, Any], keyword: str, sign: int) -> Decimal:
+    """A bound of a number; if there is none, infinity of this sign."""
+    value = schema.get(keyword, sign * math.inf)
+    if isinstance(value, bool):
+        raise _unsupported(keyword, "as a boolean")
+    return Decimal(str(value))
 
 
-def _ceiling(value: float) -> float:
-    return value if math.isinf(value) else math.ceil(value)
+def _multiples(step: Decimal) -> Expression:
+    """The decimal numbers that are multiples of `step`: an automaton of the remainder of the digits
+    so far, and of the number of decimals."""
+    scale = max(0, -int(step.normalize().as_tuple().exponent))
+    modulus = int(step.scaleb(scale))
+    if modulus * (scale + 2) > _MAX_REMAINDERS:
+        raise _unsupported("multipleOf", f"{step}, which has too many remainders,")
+    edges: list[tuple[int, Expression, int]] = [(0, literal("-"), 2)]
+
+    def node(num_decimals: int, remainder: int) -> int:
+        """The node after so many decimals; -1: before the point."""
+        return 3 + (num_decimals + 1) * modulus + remainder
+
+    digits = [literal(str(digit)) for digit in range(10)]
+    for digit, read in enumerate(digits):
+        edges += [(start, read, node(-1, digit % modulus)) for start in (0, 2)]
+    for remainder in range(modulus):
+        edges.append((node(-1, remainder), literal("."), node(0, remainder)))
+        for place in range(-1, scale):
+            after = place if place < 0 else place + 1
+            edges += [
+                (node(place, remainder), read, node(after, (10 * remainder + digit) % modulus))
+                for digit, read in enumerate(digits)
+            ]
+        edges.append((node(scale, remainder), digits[0], node(scale, remainder)))
+        edges += [
+            (node(place, remainder), EMPTY, 1)
+            for place in range(-1, scale + 1)
+            if remainder * 10 ** (scale - max(place, 0)) % modulus == 0
+        ]
+    return "graph", tuple(edges)
 
 
-def _magnitudes(low: float, with_low: bool, high: float, with_high: bool) -> list[Expression]:
-    """Decimal numbers from 0 on between two whole bounds, of which each may be excluded."""
+def _magnitudes(low: Decimal, with_low: bool, high: Decimal, with_high: bool) -> list[Expression]:
+    """Decimal numbers from 0 on between two bounds, of which each may be excluded."""
     if high < 0 or (high == low and not (with_low and with_high)) or high < low:
         return []
-    parts: list[Expression] = []
-    first: float = 0 if low < 0 else int(low)
-    if low >= 0 and not with_low:  # the fraction after the lowest whole number is not 0
-        if high > low:
-            parts.append(sequence([literal(str(int(low))), read_regex(r"\.[0-9]*[1-9][0-9]*")]))
-        first += 1
-    for whole in _digits(first, high - 1):
-        parts.append(sequence([whole, read_regex(_FRACTION)]))
-    if with_high and math.isfinite(high) and high >= first:
-        parts.append(sequence([literal(str(int(high))), read_regex(r"(\.0+)?")]))
-    return parts
+    parts = []
+    if low > 0 or (low == 0 and not with_low):
+        whole, decimals = _divided(low)
+        more = sequence([choice(_digits(whole + 1, math.inf)), read_regex(_FRACTION)])
+        parts.append(choice([more, sequence([literal(str(whole)), _above(decimals, with_low)])]))
+    if high.is_finite():
+        whole, decimals = _divided(high)
+        less = sequence([choice(_digits(0, whole - 1)), read_regex(_FRACTION)])
+        parts.append(choice([less, sequence([literal(str(whole)), _below(decimals, with_high)])]))
+    if not parts:
+        parts.append(sequence([choice(_digits(0, math.inf)), read_regex(_FRACTION)]))
+    return [_intersection(parts)]
+
+
+def _divided(bound: Decimal) -> tuple[int, str]:
+    """A number's whole part, and its decimals without zeros at the end."""
+    whole, _, decimals = format(bound, "f").partition(".")
+    return int(whole), decimals.rstrip("0")
+
+
+def _above(decimals: str, with_equal: bool) -> Expression:
+    """The fractions, with their point, that are at least `decimals`, or more."""
+    if not decimals:
+        return read_regex(_FRACTION if with_equal else r"\.[0-9]*[1-9][0-9]*")
+    found = read_regex("[0-9]*" if with_equal else "[0-9]*[1-9][0-9]*")
+    for digit in reversed(decimals):
+        found = sequence([literal(digit), found])
+        if digit < "9":
+            found = choice([found, read_regex(f"[{int(digit) + 1}-9][0-9]*")])
+    return sequence([literal("."), found])
+
+
+def _below(decimals: str, with_equal: bool) -> Expression:
+    """The fractions, with their point, that are at most `decimals`, or less."""
+    if not decimals:
+        return read_regex(r"(\.0+)?") if with_equal else choice(())
+    found = read_regex("0*") if with_equal else choice(())
+    for index, digit in reversed([*enumerate(decimals)]):
+        if index < len(decimals) - 1:
+            found = choice([EMPTY, found])
+        found = sequence([literal(digit), found])
+        if digit > "0":
+            found = choice([found, read_regex(f"[0-{int(digit) - 1}][0-9]*")])
+    return choice([EMPTY, sequence([literal("."), found])])
 
 
 def _integers(low: float, high: float) -> list[Expression]:

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 
+from anydecode.constraints.grammar.automata import leaves, without_anchors
 from anydecode.constraints.grammar.byte_grammar import ByteGrammar
 from anydecode.constraints.grammar.byte_regex import (
     EMPTY,
+    TEXT_START,
     Expression,
     characters,
     read_regex,
@@ -181,11 +183,15 @@ def _collect(schema: Any, lists: list[list[str]], patterns: list[str]) -> None:
 
 def search_expression(pattern: str) -> Expression:
     """The expression of all texts in which `pattern` matches somewhere. Raises `ConstraintError`
-    for a pattern that is not regular, and for anchors inside it."""
-    has_end_anchor = pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = read_regex(pattern[pattern.startswith("^") : len(pattern) - has_end_anchor])
-    prefix = EMPTY if pattern.startswith("^") else _ANYTHING
-    return sequence([prefix, inner, EMPTY if has_end_anchor else _ANYTHING])
+    for a pattern that is not regular."""
+    has_start, has_end = pattern.startswith("^"), pattern.endswith("$")
+    has_end = has_end and not pattern.endswith("\\$")
+    inner = read_regex(pattern[has_start : len(pattern) - has_end], has_anchors=True)
+    if inner[0] == "alt" or any(mask >> TEXT_START for _, mask in leaves(inner)):
+        # The anchors are not those of the whole pattern.
+        inner = read_regex(pattern, has_anchors=True)
+        return without_anchors(sequence([_ANYTHING, inner, _ANYTHING]))
+    return sequence([EMPTY if has_start else _ANYTHING, inner, EMPTY if has_end else _ANYTHING])
 
 
 def matching_texts(expressions: Sequence[Expression]) -> Iterator[str]:

@@ -246,12 +246,17 @@ class GrammaticalDenoiser(Denoiser):
             " texts can be lost. Ignored text may also come first and last; the engine xgrammar is"
             " refused",
             "a step checks that some tokens at the masks make the bytes a text of the grammar or of"
-            " the schema, and nothing else; a keyword of a schema that it cannot check is refused",
+            " the schema, and nothing else. Of a schema, keywords that no mask can express (not,"
+            " uniqueItems, contains and others) are left to the validator, which has an invalid"
+            " answer tried again; other keywords that a grammar cannot express are refused, and"
+            " unknown ones are annotations",
             "a complete text may also end at the last position without an end of text",
             "of a JSON Schema, strings have only the short escapes, additional property names none,"
-            " and numbers no exponents; of the formats, common values are allowed; multipleOf,"
-            " patternProperties, minProperties, maxProperties, a pattern or a format with a length,"
-            " and an allOf that is not merged are refused",
+            " and numbers no exponents; of the formats, common values are allowed; a maxLength"
+            " above 2,000 counts as 2,000; a name that is written twice counts as two properties."
+            " Keywords beside $ref, anyOf or allOf are merged into one schema. Refused are those"
+            " that cannot be merged, a $ref to an anchor or another document, and a multipleOf"
+            " whose remainders, counted again for each decimal, are more than 2,000",
         ),
         remote={
             "block": Range(0, 4096),

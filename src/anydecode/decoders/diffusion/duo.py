@@ -124,8 +124,8 @@ class Duo(UniformDenoiser):
             "time runs from 1 to 0 over each block, or to 0.001 with read_out; the released code"
             " stops at 1e-5, and at time 1 one of 1000 tokens is not noise",
             "kappa is constant over time",
-            "discrete consistency distillation (train distil --method duo) is for models without a"
-            " time input, and does not average the weights over the training",
+            "discrete consistency distillation (train distil --method duo) does not average the"
+            " weights over the training; of models that read the time it trains an adapter",
             STATEFUL,
         ),
         remote={

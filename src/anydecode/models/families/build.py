@@ -33,6 +33,7 @@ from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
+from anydecode.models.lora import set_adapter
 from anydecode.models.network import (
     ConfidenceHead,
     Experts,
@@ -94,11 +95,15 @@ def load_network(
     """The architecture and the weights of a checkpoint. Arguments and errors as for `build_model`.
 
     With `keeps_updates`, updates of packed matrices (`Checkpoint.updates`) stay beside these, as
-    `build_model` does it; otherwise each matrix is one weight.
+    `build_model` does it; otherwise they are merged. Those of `Checkpoint.adapters` are always
+    beside their matrices.
     """
     with untrusted(checkpoint.path):
         spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-        return Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
+        network = Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
+        for path, factors in checkpoint.adapters:
+            set_adapter(path, factors, network)
+        return network
 
 
 def _read_weights(

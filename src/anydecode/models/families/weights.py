@@ -11,8 +11,8 @@ from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.kernels.formats import DTYPES as FLOATS
 from anydecode.kernels.formats import dequantize, in_order, is_packed, plain_weight, quantize
 from anydecode.kernels.interface import Weight
-from anydecode.models.checkpoint import Checkpoint, MatrixUpdate
-from anydecode.models.linear import Linear
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.linear import Linear, update_weights
 
 #: dtype -> (format of the layers' matrices, format of the embedding and the head). Four-bit
 #: embeddings and heads lose more accuracy.
@@ -198,7 +198,8 @@ class TensorReader:
         ):
             self._check(f"{name}.weight", found, shape)
         weight = self.convert(stored, alias or name, rows=rows)
-        return Linear(weight, update=_padded(update, weight.name, rows))
+        up = update.up if rows is None else update.up[rows]
+        return Linear(weight, update=update_weights(update.down, up, weight.name))
 
     def stacked(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A float tensor `[experts, ...]`, checked to have `shape`."""
@@ -248,15 +249,3 @@ def attention_name(reader: TensorReader, layer: str) -> str:
     """The name of a layer's first sublayer, which Ling has another word for."""
     other = f"{layer}.attention"
     return other if reader.has_module(other) else f"{layer}.self_attn"
-
-
-def _padded(
-    update: MatrixUpdate, name: str, rows: slice | np.ndarray | None
-) -> tuple[Weight, Weight]:
-    """The matrices down and up of an update for these rows of its matrix, with zeros up to a rank
-    that kernels compute eight at a time."""
-    up = update.up if rows is None else update.up[rows]
-    missing = -len(update.down) % 8
-    down = np.pad(update.down, ((0, missing), (0, 0)))
-    up = np.pad(up, ((0, 0), (0, missing)))
-    return plain_weight(down, f"{name}.lora_A"), plain_weight(up, f"{name}.lora_B")

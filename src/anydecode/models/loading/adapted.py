@@ -18,13 +18,14 @@ from anydecode.models.families.table import FAMILIES
 from anydecode.models.files import read_json
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.names import base_model_name, resolve
-from anydecode.models.lora import read_factors
+from anydecode.models.lora import Factors, read_factors
 
 
 def load_adapted(path: Path) -> Checkpoint:
     """Load the base model that `adapter_config.json` names (by name or path) with the adapter. Its
     tensors are bfloat16 with the adapter merged; `Checkpoint.updates` has the adapter by itself.
-    With a `block.json`, the result is a block-diffusion model.
+    An adapter of matrices that are no tensors of the checkpoint, such as the parts of a fused one,
+    is in `Checkpoint.adapters`. With a `block.json`, the result is a block-diffusion model.
 
     Raises:
         CheckpointError: Files are corrupt, or the adapter does not fit the model.
@@ -35,26 +36,30 @@ def load_adapted(path: Path) -> Checkpoint:
     name = _base_name(path)
     _, factors = read_factors(path)
     base = load_checkpoint(name)
+    if all(f"{module}.weight" in base.tensors for module in factors):
+        adapted = _with_merged(path, base, factors)
+    else:
+        adapted = replace(
+            base, name=path.name, path=path, adapters=(*base.adapters, (path, factors))
+        )
+    return _as_block_diffusion(path, adapted) if (path / "block.json").is_file() else adapted
+
+
+def _with_merged(path: Path, base: Checkpoint, factors: dict[str, Factors]) -> Checkpoint:
+    """A base model with the factors of the adapter `path` merged."""
     readers: dict[str, Reader] = {
         key: partial(base.tensors.__getitem__, key) for key in base.tensors
     }
     updates: dict[str, MatrixUpdate] = {}
     for module, module_factors in factors.items():
         key = f"{module}.weight"
-        if key not in readers:
-            raise CheckpointError(
-                f"{path}: {name} has no module {module} that an adapter can target"
-            )
         up = np.float32(module_factors.scale) * module_factors.up
         updates[module] = MatrixUpdate(readers[key], module_factors.down, up)
         readers[key] = partial(_merged, path, key, updates[module])
     tensors = LazyTensors(path, readers)
     # A base model that is an adapter itself is merged where it has the matrices of this one.
     others = {name: one for name, one in base.updates.items() if name not in updates}
-    adapted = replace(
-        base, name=path.name, path=path, tensors=tensors, updates={**others, **updates}
-    )
-    return _as_block_diffusion(path, adapted) if (path / "block.json").is_file() else adapted
+    return replace(base, name=path.name, path=path, tensors=tensors, updates={**others, **updates})
 
 
 def _base_name(path: Path) -> str:

@@ -199,6 +199,10 @@ SCHEMAS: tuple[Any, ...] = (
     {"anyOf": [{"const": {"a": [1]}}, {"$ref": "#/$defs/list"}],
      "$defs": {"list": {"type": "array", "items": {"$ref": "#/$defs/list"}}}},
     {"type": "object", "properties": {"b": {}}, "required": ["a"], "additionalProperties": True},
+    {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"enum": [None, 1]}},
+     "additionalProperties": {"type": "null"}},
+    {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 2},
+    {"type": ["number", "string"], "multipleOf": 0.75, "pattern": "b", "maxLength": 2},
 )  # fmt: skip
 
 
