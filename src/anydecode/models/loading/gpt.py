@@ -369,7 +369,6 @@ _QWEN = replace(
 )
 _OPENAI_GPT = replace(
     _GPT2,
-    keys={**_GPT2.keys, "afn": "hidden_act"},
     # Its function called "gelu" is this one.
     defaults={
         "hidden_act": "gelu_new",
