@@ -18,7 +18,8 @@ def test_certificate() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameter", ["steps", "bound", "first_temperature", "last_temperature", "stable", "block"]
+    "parameter",
+    ["steps", "bound", "first_temperature", "last_temperature", "stable", "settled", "block"],
 )
 def test_certificate_rejects_an_ignored_parameter(
     parameter: str, monkeypatch: pytest.MonkeyPatch
@@ -27,7 +28,9 @@ def test_certificate_rejects_an_ignored_parameter(
     assert_rejected("diffusion-gemma")
 
 
-@pytest.mark.parametrize("defaults", [{"steps": 47}, {"bound": 0.2}, {"last_temperature": 0.5}])
+@pytest.mark.parametrize(
+    "defaults", [{"steps": 47}, {"bound": 0.2}, {"last_temperature": 0.5}, {"settled": 0.5}]
+)
 def test_certificate_rejects_other_defaults(
     defaults: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers.models.diffusion_gemma")
 
 import torch
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+    EntropyBoundSamplerConfig,
+)
 
-from anydecode import LLM
+from anydecode import LLM, Decoder, catalogue
 from anydecode.decoders.diffusion.canvas import Canvas
-from anydecode.decoders.diffusion.diffusion_gemma import diffusion_gemma
+from anydecode.decoders.diffusion.diffusion_gemma import EntropyBoundedRenoising, diffusion_gemma
 from anydecode.decoders.diffusion.predictions import Predictions
 from anydecode.decoders.diffusion.uniform import UniformDenoiser
 from anydecode.errors import AnydecodeError
@@ -138,7 +142,8 @@ def gguf_of(model: Any, path: Path, renamed: dict[str, str] = OWN_TENSORS, **own
     """The model as a GGUF file, as llama.cpp's converter writes it."""
     writer = writer_with(path, "diffusion-gemma", METADATA, TEXT["vocab_size"])
     for key, value in {"diffusion.canvas_length": BLOCK, **own}.items():
-        writer.add_uint32(key, value)
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(key, value)
     names, written = tensor_names("gemma4", 3), set()
     for name, tensor in model.state_dict().items():
         target = renamed.get(name)
@@ -249,3 +254,96 @@ def test_a_missing_canvas_length_is_that_of_the_published_models(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(tmp_path, threads=1) as llm:
         assert llm.model.spec.block_size == 256
+
+
+#: The settings of a sampler as the class of `transformers` has them, as metadata of llama.cpp, and
+#: as parameters of the decoder.
+SAMPLER: dict[str, Any] = {
+    "max_denoising_steps": 5,
+    "t_max": 1.5,
+    "t_min": 0.3,
+    "stability_threshold": 2,
+    "confidence_threshold": 0.7,
+    "entropy_bound": 6.5,
+}
+METADATA_OF_SAMPLER = {
+    f"diffusion.eb_{name.replace('max_denoising', 'max')}": value for name, value in SAMPLER.items()
+}
+PARAMETERS = "steps=5,bound=6.5,first_temperature=1.5,last_temperature=0.3,stable=2,settled=0.7"
+
+
+def save_sampler(folder: Path, **changes: Any) -> None:
+    """Write `generation_config.json` with the sampler's settings, by `transformers`."""
+    values = {**SAMPLER, **changes}
+    sampler = EntropyBoundSamplerConfig(entropy_bound=values.pop("entropy_bound"))
+    config = DiffusionGemmaGenerationConfig(**values, sampler_config=sampler)
+    config.save_pretrained(folder)
+
+
+def answer(path: Path, decoder: str | None = None) -> list[int]:
+    with LLM(path, threads=1) as llm:
+        options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "seed": 3}
+        return llm.generate(PROMPT, decoder=decoder, **options).tokens
+
+
+def test_the_default_decoder_has_the_settings_of_the_files(tmp_path: Path) -> None:
+    model = reference(tmp_path)
+    save_sampler(tmp_path)
+    file = gguf_of(model, tmp_path / "model.gguf", **METADATA_OF_SAMPLER)
+    for path in (tmp_path, file):
+        with LLM(path, threads=1) as llm:
+            assert llm.default_decoder == f"diffusion-gemma:cache=block,{PARAMETERS}"
+    found = answer(tmp_path)
+    assert found == answer(tmp_path, f"diffusion-gemma:cache=block,{PARAMETERS}") == answer(file)
+    for name in ("steps=5", "bound=6.5", "first_temperature=1.5"):
+        other = ",".join(one for one in PARAMETERS.split(",") if one != name)
+        assert answer(tmp_path, f"diffusion-gemma:cache=block,{other}") != found, name
+
+
+def test_unsaid_settings_are_those_of_the_published_model(tmp_path: Path) -> None:
+    model = reference(tmp_path)
+    published = DiffusionGemmaGenerationConfig._get_default_generation_params()
+    bound = published.pop("sampler_config").entropy_bound
+    published.pop("max_new_tokens")
+    save_sampler(tmp_path, **published, entropy_bound=bound)
+    with LLM(tmp_path, threads=1) as llm:
+        assert llm.default_decoder == "diffusion-gemma:cache=block"
+    file = gguf_of(model, tmp_path / "a.gguf", **{"diffusion.eb_max_steps": 32})
+    with LLM(file, threads=1) as llm:
+        assert llm.default_decoder == "diffusion-gemma:cache=block,steps=32"
+    found = catalogue.build_as("diffusion-gemma", "a decoder", Decoder)
+    assert isinstance(found, EntropyBoundedRenoising)
+    assert {**published, "entropy_bound": bound} == {
+        "max_denoising_steps": found.steps,
+        "t_max": found.first_temperature,
+        "t_min": found.last_temperature,
+        "stability_threshold": found.stable,
+        "confidence_threshold": found.settled,
+        "entropy_bound": found.bound,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_denoising_steps": 0}, "max_denoising_steps is 0; allowed is an integer from 1"),
+        ({"t_max": 0.1}, "t_max is 0.1; allowed is t_min or more"),
+        ({"sampler_config": {"_cls_name": "OtherConfig"}}, "sampler_config is 'OtherConfig'"),
+        ({"stability_threshold": 0.5}, "stability_threshold is 0.5; allowed is an integer"),
+        ({"diffusion.eb_entropy_bound": -1.0}, "metadata diffusion.eb_entropy_bound is -1.0"),
+        ({"diffusion.eb_max_steps": 0}, "metadata diffusion.eb_max_steps is 0"),
+    ],
+)
+def test_wrong_settings_raise_one_line_errors(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model, path = reference(tmp_path), tmp_path
+    if any(name.startswith("diffusion.") for name in change):
+        path = gguf_of(model, tmp_path / "model.gguf", **change)
+    else:
+        save_sampler(tmp_path)
+        file = tmp_path / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(AnydecodeError, match=message) as caught:
+        LLM(path, threads=1)
+    assert "\n" not in str(caught.value)

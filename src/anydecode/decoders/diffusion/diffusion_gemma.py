@@ -23,8 +23,6 @@ from anydecode.scoring.sequence import Sequence
 
 #: In `Canvas.policy_state`: the likeliest tokens of the last steps, by position.
 _HISTORY = "diffusion-gemma history"
-#: The mean entropy in nats below which a canvas whose likeliest tokens are stable is finished.
-SETTLED_ENTROPY = 0.005
 
 
 class EntropyBoundedRenoising(UniformDenoiser):
@@ -33,6 +31,7 @@ class EntropyBoundedRenoising(UniformDenoiser):
     bound = 0.1
     first_temperature, last_temperature = 0.8, 0.4
     stable = 1
+    settled = 0.005
 
     def on_opened(self, canvas: Canvas) -> None:
         canvas.policy_state[_HISTORY] = []
@@ -56,7 +55,7 @@ class EntropyBoundedRenoising(UniformDenoiser):
         is_stable = len(history) >= self.stable and all(
             past == best.tolist() for past in history[len(history) - self.stable :]
         )
-        if is_last or (is_stable and entropies.mean() < SETTLED_ENTROPY):
+        if is_last or (is_stable and entropies.mean() < self.settled):
             return best, True
         canvas.policy_state[_HISTORY] = [*history, best.tolist()][-max(1, self.stable) :]
         order = np.argsort(entropies, kind="stable")
@@ -100,6 +99,7 @@ class EntropyBoundedRenoising(UniformDenoiser):
             "first_temperature": Range(0, 10),
             "last_temperature": Range(0, 10),
             "stable": Range(0, 64),
+            "settled": Range(0, 1000),
             "block": Range(0, 4096),
             "cache": REVISING_WORDS,
         },
@@ -111,11 +111,15 @@ def diffusion_gemma(
     first_temperature: float = 0.8,
     last_temperature: float = 0.4,
     stable: int = 1,
+    settled: float = 0.005,
     block: int = 256,
     cache: str = "none",
     mask: int | None = None,
 ) -> EntropyBoundedRenoising:
     """Denoises random tokens, and draws those anew of which the model is not sure.
+
+    The default decoder of a model has the settings of its files (`generation_config.json`, or
+    `diffusion.eb_*` in a GGUF file).
 
     Args:
         steps: The largest number of steps per block.
@@ -124,20 +128,22 @@ def diffusion_gemma(
         first_temperature: The temperature before the first step.
         last_temperature: The temperature after the last step; it falls evenly.
         stable: A block is finished early if its likeliest tokens are those of so many steps before,
-            and their mean entropy is below 0.005 nats.
+            and their mean entropy is below `settled`.
+        settled: This entropy, in nats.
         block: Positions per block (0: the whole canvas); the model's own blocks take its place, and
             a canvas may be shorter.
         cache: "none", "prefix", "dual", "vicinity" or, with a model that has blocks, "block".
         mask: A token that is neither noise nor predicted (default: the tokenizer's mask token).
     """
     check_steps(steps)
-    if min(bound, first_temperature, last_temperature, stable) < 0:
+    if min(bound, first_temperature, last_temperature, stable, settled) < 0:
         raise InvalidRequestError(
-            "bound, first_temperature, last_temperature and stable must be 0 or more, not"
-            f" {bound}, {first_temperature}, {last_temperature} and {stable}"
+            "bound, first_temperature, last_temperature, stable and settled must be 0 or more, not"
+            f" {bound}, {first_temperature}, {last_temperature}, {stable} and {settled}"
         )
     policy = cache_named(cache, REVISING_CACHES)
     decoder = EntropyBoundedRenoising(LargestBlocks(block), cache=policy, mask=mask)
     decoder.steps, decoder.bound, decoder.stable = steps, bound, stable
     decoder.first_temperature, decoder.last_temperature = first_temperature, last_temperature
+    decoder.settled = settled
     return decoder

@@ -231,7 +231,7 @@ def spec_from_config(
         time=_time(config, denoising),
         mask_token=_mask_token(config, denoising),
         num_noise_tokens=_num_noise_tokens(config, denoising),
-        decoder=None if denoising is None else denoising.decoder,
+        decoder=_decoder(config, denoising),
         edit_tokens=_edit_tokens(config, denoising),
         expand_token=_expand_token(config, denoising),
         has_canvas=denoising is not None and denoising.has_canvas,
@@ -286,6 +286,14 @@ def _block_size(config: Config, denoising: Denoising | None) -> int | None:
             f" {config['model_type']} models: give block= (--block) when the model is opened"
         )
     return denoising.default_block_size
+
+
+def _decoder(config: Config, denoising: Denoising | None) -> str | None:
+    """The published decoder, with the parameters that the config sets."""
+    if denoising is None or denoising.decoder is None or denoising.decoder_options is None:
+        return None if denoising is None else denoising.decoder
+    options = denoising.decoder_options(config)
+    return ",".join([denoising.decoder, *(f"{name}={value}" for name, value in options.items())])
 
 
 def _edit_tokens(config: Config, denoising: Denoising | None) -> tuple[int, int] | None:

@@ -97,6 +97,8 @@ class Denoising:
         num_noise_tokens: See `ModelSpec.num_noise_tokens`: that of the published models.
         decoder: The decoder with the parameters that the models were published with; None: the one
             that fits what a row sees and predicts.
+        decoder_options: Returns the parameters of `decoder` that a config sets, where they differ
+            from those that it was published with.
         edit_tokens: See `ModelSpec.edit_tokens`: the config's keys for them, and those of the
             published models; None: it has none.
         expand_token: See `ModelSpec.expand_token`: the config's key for it; None: it has none.
@@ -116,6 +118,7 @@ class Denoising:
     mask_token: int | None = None
     num_noise_tokens: int | None = None
     decoder: str | None = None
+    decoder_options: Callable[[Config], dict[str, int | float]] | None = None
     edit_tokens: tuple[tuple[str, int], tuple[str, int]] | None = None
     expand_token: str | None = None
 

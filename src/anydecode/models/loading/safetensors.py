@@ -18,7 +18,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.families.nested import completed
 from anydecode.models.files import read_json
-from anydecode.models.loading import bd3lm, dit, encoder, gpt, llada, sdar
+from anydecode.models.loading import bd3lm, diffusion_gemma, dit, encoder, gpt, llada, sdar
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
@@ -85,6 +85,8 @@ def load_folder(path: Path) -> Checkpoint:
     if encoder.is_encoder(config):
         config, readers = encoder.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
+    generation = read_json(path / "generation_config.json")
+    config = diffusion_gemma.with_sampler(config, generation)
     if settings:
         readers = dequantizing_readers(path, readers, settings)
     return Checkpoint(
@@ -93,7 +95,7 @@ def load_folder(path: Path) -> Checkpoint:
         config=config,
         tensors=LazyTensors(path, readers),
         tokenizer=HFTokenizer.from_folder(path) or RwkvTokenizer.from_folder(path),
-        generation_config=read_json(path / "generation_config.json"),
+        generation_config=generation,
         pooling=pooling,
     )
 

@@ -23,7 +23,12 @@ from anydecode.sampling.noise import Noise
 
 
 def renoising(
-    steps: int = 48, bound: float = 0.1, high: float = 0.8, low: float = 0.4, stable: int = 1
+    steps: int = 48,
+    bound: float = 0.1,
+    high: float = 0.8,
+    low: float = 0.4,
+    stable: int = 1,
+    settled: float = 0.005,
 ) -> Rule:
     """The loop of the published generation code, counting down from N to 1."""
 
@@ -36,7 +41,7 @@ def renoising(
         past = state.memory.setdefault("past", [])
         is_stable = len(past) >= stable and all(one == best for one in past[len(past) - stable :])
         mean = sum(entropies.values()) / len(entropies)
-        if remaining == 1 or (is_stable and mean < 0.005):
+        if remaining == 1 or (is_stable and mean < settled):
             for i, token in zip(state.cells, best, strict=True):
                 state.canvas[i] = token
             return True
@@ -71,6 +76,7 @@ def diffusion_gemma() -> Iterator[Check]:
         Case("diffusion-gemma", renoising(), 10, 10),
         Case("diffusion-gemma:steps=7,block=8,bound=2", renoising(7, 2.0), 8, 20),
         Case(varied, renoising(9, 0.1, 1.5, 0.2, 3), 12, 12),
+        Case("diffusion-gemma:settled=1.5", renoising(settled=1.5), 10, 10),
     ]
     num_changes = yield from equal_canvases(scripts, cases, (0.0,), noised)
     yield Check("tokens change", num_changes > 50, f"{num_changes} changes")
