@@ -65,7 +65,8 @@ def test_a_written_file_holds_the_same_model(format: str, source: Path, tmp_path
     reader = gguf.GGUFReader(target)
     assert [tensor.name for tensor in reader.tensors] == list(after.tensors)
     if not format.startswith("TQ"):
-        assert summary.error < (0.3 if format == "Q2_K" else 0.13)
+        limits = {"Q2_K": 0.3, "IQ1": 0.45, "IQ2": 0.33, "IQ3": 0.18}
+        assert summary.error < limits.get(format, limits.get(format[:3], 0.13))
     with LLM(str(target)) as llm:
         assert llm.generate("abc", max_tokens=4).tokens
 
@@ -152,7 +153,6 @@ def test_what_cannot_be_written_is_refused_in_one_line(
     shutil.copy(source, existing)
     for target, format, message in (
         (tmp_path / "new.gguf", "q7_k", "unknown format 'q7_k'; choose from f32, .* q4_k_m"),
-        (tmp_path / "new.gguf", "iq2_xxs", "iq2_xxs is read, but not written: its codes need a"),
         (tmp_path / "new.bin", "q4_k", "must be called NAME.gguf"),
         (tmp_path / "no" / "new.gguf", "q4_k", "there is no folder"),
         (existing, "q4_k", "exists; --force replaces it"),

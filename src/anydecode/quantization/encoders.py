@@ -20,6 +20,7 @@ from anydecode.kernels.formats import (
     e4m3,
     quantize,
 )
+from anydecode.quantization import grid_encoders
 
 _TRIES = 20  # scales per block with a minimum
 _SIGNED_TRIES = 6  # scales per block above and below that of the largest value
@@ -380,6 +381,13 @@ _ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "TQ2_0": partial(_ternary, "TQ2_0"),
 }
 
+
+def _grid(format: str, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+    parts = x.reshape(-1, 8, 32)
+    weight = np.ones_like(parts) if importance is None else _weights(parts, importance)
+    return grid_encoders.encode_blocks(format, x, weight.reshape(x.shape))
+
+
 #: The encoders that always search for scales.
 SEARCHED: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
     "Q2_K": _q2_k,
@@ -390,6 +398,7 @@ SEARCHED: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "NVFP4": _nvfp4,
+    **{format: partial(_grid, format) for format in grid_encoders.FORMATS},
 }
 
 #: The encoders that weigh errors by an importance matrix.

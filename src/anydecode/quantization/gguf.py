@@ -27,14 +27,15 @@ from anydecode.kernels.formats import BLOCKS, DTYPES, dequantize, plain_weight, 
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.gguf_file import FORMAT_CODES, INTEGER_CODES, GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_names import is_own_vector
-from anydecode.quantization import encoders
+from anydecode.quantization import encoders, grid_encoders
 from anydecode.quantization.mixes import MIXES, mixed_formats
 
 #: The formats that can be written, and their codes in `general.file_type`.
 FORMATS = {
     "F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q6_K": 18, "Q5_K": 16, "Q5_1": 9, "Q5_0": 8,
     "Q4_K": 14, "Q3_K": 11, "Q2_K": 10, "Q4_1": 3, "Q4_0": 2, "IQ4_NL": 25, "IQ4_XS": 30,
-    "MXFP4": 38, "NVFP4": 39, "TQ2_0": 37, "TQ1_0": 36,
+    "MXFP4": 38, "NVFP4": 39, "TQ2_0": 37, "TQ1_0": 36, "IQ3_S": 26, "IQ3_XXS": 23, "IQ2_S": 28,
+    "IQ2_XS": 20, "IQ2_XXS": 19, "IQ1_M": 31, "IQ1_S": 24,
 }  # fmt: skip
 _OUTER = ("token_embd.weight", "output.weight")
 #: Parts of the names of matrices that stay: they are small, or not read as matrices.
@@ -48,6 +49,7 @@ _KEPT = (
 _SMALL_BLOCKS = {
     "Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL", "Q2_K": "IQ4_NL",
     "IQ4_XS": "IQ4_NL", "NVFP4": "IQ4_NL", "TQ2_0": "Q4_0", "TQ1_0": "Q4_0",
+    **dict.fromkeys(grid_encoders.FORMATS, "IQ4_NL"),
 }  # fmt: skip
 _FACTORS = (".scale", ".input_scale")
 _GROUP_VALUES = 1 << 18  # values that are encoded at once
@@ -181,11 +183,6 @@ def _base(format: str) -> str:
     if format in FORMATS:
         return format
     allowed = ", ".join(name.lower() for name in (*FORMATS, *MIXES))
-    if format in BLOCKS:
-        raise InvalidRequestError(
-            f"{format.lower()} is read, but not written: its codes need a search over a grid, which"
-            f" llama-quantize of llama.cpp has; choose from {allowed}"
-        )
     raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
 
 
