@@ -103,7 +103,12 @@ class Remasking(RevisingDenoiser):
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
         deviations=(
             "time runs from 1 to 0 in equal steps over each block; the released code stops at 1e-5",
-            "tokens are sampled by the request's sampler (top_p is the paper's nucleus)",
+            "tokens are sampled by the request's sampler (top_p is the paper's nucleus); with"
+            " strategy=conf, confidences are taken before temperature and truncation, in the"
+            " released code from the nucleus",
+            "with strategy=loop, a step over the border of two phases goes from the share of tokens"
+            " at its one time to that at the other; the released code takes the phase of the time"
+            " before the step",
             STATEFUL,
             "the mask token is never generated",
         ),
