@@ -135,11 +135,31 @@ def test_small_categories_are_merged(tmp_path: Path) -> None:
     assert len(questions(tmp_path, None)) == 7
 
 
+def test_questions_are_drawn_in_a_shuffled_order_without_repetition(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"question": f"g{i}", "answer": ""} for i in range(9)]
+    lines += [{"prompt": f"def f{i}():\n", "entry_point": f"f{i}"} for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines[:9])))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines[9:])))
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    parts = [questions(files, 4, skip, seed=5) for skip in (0, 4, 8)]
+    assert [len(part) for part in parts] == [8, 8, 2]
+    drawn = [question for part in parts for question in part]
+    assert len(set(drawn)) == 18 and set(drawn) == set(questions(files, None))
+    own = [[one.text for one in drawn if one.category == name] for name in ("gsm8k", "humaneval")]
+    assert all(texts != sorted(texts) for texts in own)
+    assert "Complete this Python function:\n```python\ndef f3():\n```" in own[1]
+    assert parts[0] == questions(files, 4, seed=5) != questions(files, 4, seed=6)
+    with pytest.raises(InvalidRequestError, match="no category has more than 9 questions"):
+        questions(files, 4, 9)
+
+
 def test_invalid_data_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "question.jsonl").write_text('{"category": "qa"}\n')
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    for folder in (tmp_path, tmp_path / "missing", empty):
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"question": 5}\n')
+    for folder in (tmp_path, tmp_path / "missing", empty, wrong):
         with pytest.raises(InvalidRequestError) as error:
             questions(folder, None)
         assert "\n" not in str(error.value)
@@ -224,7 +244,16 @@ def test_without_data_it_prints_where_to_get_it(
     monkeypatch.setattr(bench, "LLM", lambda *args, **options: scripted())
     file, picture = tmp_path / "out.json", tmp_path / "out.svg"
     bench.bench_speculative(
-        None, "auto", "m", None, 1, 4, 1, "0", False, 1, plot=picture, json_file=file
+        None,
+        "auto",
+        "m",
+        threads=1,
+        tokens=4,
+        limit=1,
+        temperatures="0",
+        warm=False,
+        plot=picture,
+        json_file=file,
     )
     assert "question.jsonl" in capsys.readouterr().err
     report = json.loads(file.read_text())
@@ -260,7 +289,7 @@ def _run_rows(data: Path, keep: Path | None, tokens: int = 24) -> list[dict[str,
     """Run the benchmark; its result rows without those values that depend on the clock."""
     file = data / "out.json"
     bench.bench_speculative(
-        data, "copyspec", "m", tokens=tokens, temperatures="0,0.8", keep=keep, json_file=file
+        [data], "copyspec", "m", tokens=tokens, temperatures="0,0.8", keep=keep, json_file=file
     )
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
     return [{name: row[name] for name in row if name != "draft_share"} for row in rows]
@@ -270,7 +299,7 @@ def _questions(folder: Path) -> list[str]:
     texts = ["one two one two", "abcabcabc", "three"]
     lines = [json.dumps({"category": "qa", "turns": [text]}) for text in texts]
     (folder / "question.jsonl").write_text("\n".join(lines))
-    return texts
+    return [question.text for question in questions(folder, None, seed=0)]
 
 
 def test_an_interrupted_run_resumes_to_the_same_table(
@@ -336,7 +365,7 @@ def test_baseline_answers_are_recorded_one_by_one(
     def asked(*baselines: _FakeBaseline) -> dict[str, Any]:
         monkeypatch.setattr(bench, "start_workers", lambda *arguments: list(baselines))
         bench.bench_speculative(
-            tmp_path, "copyspec", "m", tokens=8, temperatures="0", warm=False, keep=keep,
+            [tmp_path], "copyspec", "m", tokens=8, temperatures="0", warm=False, keep=keep,
             baselines=",".join(names), json_file=file,
         )  # fmt: skip
         report: dict[str, Any] = json.loads(file.read_text())

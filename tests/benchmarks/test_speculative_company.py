@@ -148,7 +148,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, folder: Path, company: str, **options:
     (folder / "question.jsonl").write_text("\n".join(lines))
     file = folder / "out.json"
     bench.bench_speculative(
-        folder, "auto", "m", tokens=8, temperatures="0", warm=False, company=company,
+        [folder], "auto", "m", tokens=8, temperatures="0", warm=False, company=company,
         json_file=file, **options,
     )  # fmt: skip
     return json.loads(file.read_text())

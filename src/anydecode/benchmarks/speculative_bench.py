@@ -48,7 +48,12 @@ DATA_HINT = (
 
 def bench_speculative(
     data: Annotated[
-        Path | None, typer.Option("--data", help="A folder with Spec-Bench's question.jsonl.")
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            help="A folder with Spec-Bench's question.jsonl, or a .jsonl file of Spec-Bench, GSM8K"
+            " or HumanEval; may be repeated.",
+        ),
     ] = None,
     methods: Annotated[
         str,
@@ -69,6 +74,15 @@ def bench_speculative(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Prompts per category; default: all.")
     ] = None,
+    skip: Annotated[
+        int,
+        typer.Option(
+            "--skip", min=0, help="Prompts of each category before those, in the same order."
+        ),
+    ] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Of the order in which prompts are drawn.")
+    ] = 0,
     temperatures: Annotated[
         str, typer.Option("--temperatures", help="Sampling temperatures, separated by commas.")
     ] = "0,0.8",
@@ -88,7 +102,7 @@ def bench_speculative(
             help="Numbers of prompts that are also answered together, separated by commas, and"
             " compared with multi-step decoding; 1: the single answers; '': none.",
         ),
-    ] = "4,8,16",
+    ] = "1,4,8,16",
     baselines: Annotated[
         str,
         typer.Option(
@@ -127,19 +141,21 @@ def bench_speculative(
     """Time drafting methods against plain and multi-step decoding: each prompt alone, and prompts
     together.
 
-    Ratios are paired by prompt or group, with 95% bootstrap intervals. Answers that do not loop are
-    reported first, then all answers. Groups have each prompt once, in a fixed shuffled order; their
-    prompts are in the target's prefix cache before any method is timed.
+    Prompts are drawn in a shuffled order, which --seed fixes: a run with --skip 4 --limit 4 has
+    those that follow those of --limit 4. Ratios are paired by prompt or group, with 95% bootstrap
+    intervals. Answers that do not loop are reported first, then all answers. Groups have each
+    prompt once, in a fixed shuffled order; their prompts are in the target's prefix cache before
+    any method is timed.
 
     Example: anydecode bench speculative --methods auto,prompt-lookup --limit 2 --json out.json
     """
     from anydecode.benchmarks.speculative_report import draw, print_report
 
-    if data is None:
+    if not data:
         note(DATA_HINT)
     chosen, sizes = split_methods(methods), group_sizes(company)
     temperature_values = _temperatures(temperatures)
-    question_list = questions(data, limit)
+    question_list = questions(data or None, limit, skip, seed)
     names = _baseline_names(baselines)
     server_names = () if llama_program is None else llama_server.names(spec_types)
     for size in sizes:
@@ -148,7 +164,7 @@ def bench_speculative(
     settings = {
         "model": model, "draft": draft, "methods": with_multi_step(chosen),
         "baselines": names + server_names, "tokens": tokens, "warm": warm, "rounds": rounds,
-        "questions": len(question_list),
+        "questions": len(question_list), "skip": skip, "seed": seed,
     }  # fmt: skip
     results_log = None if keep is None else ResultsLog(keep, settings)
     runs: list[TimedAnswer] = []
@@ -212,7 +228,7 @@ def bench_speculative(
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
         "tokens": tokens,
-        "data": "own prompts" if data is None else "Spec-Bench",
+        "data": [file.name for file in data] if data else "own prompts",
         "rows": summary(runs),
         "company": company_summary(groups),
         "memory": extra_memory,
