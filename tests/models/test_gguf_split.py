@@ -8,11 +8,13 @@ import gguf
 import numpy as np
 import pytest
 
+from anydecode.benchmarks import shapes
+from anydecode.cli import main
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.gguf_split import first_parts, part_names, part_number
 from anydecode.models.loading.hub import _files_to_fetch, _model_path
-from gguf_models import make_tensors, plain, start_writer, write_gguf
+from gguf_models import make_tensors, plain, write_gguf
 
 
 def test_names_of_parts() -> None:
@@ -29,13 +31,20 @@ def split(folder: Path, number_of_parts: int, name: str = "tiny") -> dict[str, n
     """Write a model in parts; returns its tensors."""
     tensors = make_tensors("llama")
     write_gguf(folder / "whole.gguf", "llama", tensors, "Q8_0")
-    whole = gguf.GGUFReader(folder / "whole.gguf")
+    divide(folder / "whole.gguf", number_of_parts, name)
+    return tensors
+
+
+def divide(path: Path, number_of_parts: int, name: str) -> None:
+    """Write the tensors of a file in parts, of which the first has the metadata."""
+    whole = gguf.GGUFReader(path)
     for part in range(number_of_parts):
-        path = folder / f"{name}-{part + 1:05d}-of-{number_of_parts:05d}.gguf"
-        if part == 0:
-            writer = start_writer(path, "llama")
-        else:
-            writer = gguf.GGUFWriter(path, "llama")
+        file = path.with_name(f"{name}-{part + 1:05d}-of-{number_of_parts:05d}.gguf")
+        writer = gguf.GGUFWriter(file, "llama")
+        for field in whole.fields.values() if part == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], inner)
         writer.add_uint16("split.no", part)
         writer.add_uint16("split.count", number_of_parts)
         writer.add_int32("split.tensors.count", len(whole.tensors))
@@ -45,7 +54,6 @@ def split(folder: Path, number_of_parts: int, name: str = "tiny") -> dict[str, n
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    return tensors
 
 
 @pytest.mark.parametrize("opened", [0, 1, 2])
@@ -90,3 +98,37 @@ def test_all_parts_are_pulled(tmp_path: Path) -> None:
     for file in files[1:]:
         (tmp_path / file).touch()
     assert _model_path(tmp_path, "Q4_K_M") == tmp_path / files[1]
+
+
+def test_the_command_line_opens_and_quantises_a_split_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its text is that of the whole file; that of other weights is another one."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main.run([*arguments, "--threads", "1"])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    def text(model: Path) -> str:
+        options = ("--max-tokens", "12", "--temperature", "1", "--seed", "3")
+        code, found, _ = run("generate", "The cat", "--model", str(model), *options)
+        assert not code
+        return found
+
+    whole, first = tmp_path / "whole.gguf", tmp_path / "tiny-00001-of-00003.gguf"
+    shapes.write(whole, shapes.SHAPES["tiny"], "Q8_0")
+    divide(whole, 3, "tiny")
+    assert text(first) == text(whole)
+    for model, name in ((whole, "a.gguf"), (first, "b.gguf")):
+        assert not run("quantize", str(model), str(tmp_path / name), "--format", "iq4_nl")[0]
+    assert (tmp_path / "a.gguf").stat().st_size == (tmp_path / "b.gguf").stat().st_size
+    assert text(tmp_path / "a.gguf") == text(tmp_path / "b.gguf") != text(whole)
+    (tmp_path / "tiny-00002-of-00003.gguf").unlink()
+    for arguments in (
+        ("generate", "The cat", "--model", str(first)),
+        ("quantize", str(first), str(tmp_path / "c.gguf"), "--format", "q4_0"),
+    ):
+        code, found, error = run(*arguments)
+        assert code and not found and error.count("\n") == 1
+        assert "tiny-00002-of-00003.gguf: cannot be read" in error and "(part 2 of 3)" in error
