@@ -23,6 +23,7 @@ from anydecode.certification.oracles.speculative.acceptance_outcomes import (
 )
 from anydecode.decoders.framework.rejection import (
     CHAIN_NOISE,
+    CHOSEN_NOISE,
     TREE_NOISE,
     RejectionSampling,
     exclude_token,
@@ -186,3 +187,19 @@ def test_the_cards_say_what_sharing_noise_costs() -> None:
     for width, (shared, published) in enumerate(zip(tree[::2], tree[1::2], strict=True), 1):
         assert accepted_by_rule(p, q, width) == pytest.approx(published, abs=5e-4)
         assert accepted_with_shared_noise(p, q, width) == pytest.approx(shared, abs=0.01)
+
+
+def test_the_cards_say_what_sharing_noise_changes_for_chosen_drafts() -> None:
+    """The chance that two distributions have their largest keys at the same token is computed."""
+    numbers = [
+        [float(number) for number in re.findall(r"0\.\d+", case)]
+        for case in CHOSEN_NOISE.split("for (")[1:]
+    ]
+    assert len(numbers) == 2
+    for *distributions, shared, published in numbers:
+        p, q = np.array(distributions[:3]), np.array(distributions[3:])
+        (probability, _), *_ = rejection_steps(p, None, "point", [int(q.argmax())])
+        assert probability == pytest.approx(published, abs=5e-4)
+        both = [1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(len(p))]
+        assert sum(both) == pytest.approx(shared, abs=5e-4)
+        assert accepted_with_shared_noise(p, q, 1) == pytest.approx(shared, abs=0.01)

@@ -131,6 +131,13 @@ TREE_NOISE = (
     " more often: for (0.6, 0.3, 0.1) drafted by (0.3, 0.3, 0.4), one draft 0.631 against 0.700,"
     " one of two 0.914 against 0.850"
 )
+#: The same for trees whose siblings are the most probable ones.
+CHOSEN_NOISE = (
+    "sharing noise accepts a draft less often than that rule where the target is surer than the"
+    " drafter, and more often where they are close: for (0.8, 0.1, 0.1) drafted by"
+    " (0.4, 0.35, 0.25), 0.596 against 0.800; for (0.6, 0.3, 0.1) drafted by (0.5, 0.3, 0.2), 0.873"
+    " against 0.600"
+)
 
 #: The acceptance rules by name.
 ACCEPTANCE_RULES: dict[str, type[Acceptance]] = {

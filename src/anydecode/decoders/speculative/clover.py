@@ -19,7 +19,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -81,9 +81,13 @@ class CloverDrafter(TreeDrafter):
         summary="A state takes in each drafted token; the most probable ones share a budget.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
+        missing=(
+            "the attention decoder and the heads of Clover's own drafter, of which no files are"
+            " published: they neither open nor train",
+        ),
         deviations=(
             "drafters are those of Clover-2, in which a cosine weighs the attention to the drafted"
-            " token; the earlier drafter of Clover, of which no files are published, is not opened",
+            " token",
             "the budget is Clover's: candidates below a quarter of the best one's probability are"
             " dropped, too, which Clover-2's code leaves out",
             "8 nodes of up to 5 heads by default (Clover: 4; the code of Clover-2: 20)",
@@ -91,6 +95,7 @@ class CloverDrafter(TreeDrafter):
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
             " tokens (the code draws them without replacement)",
+            CHOSEN_NOISE,
             "with a draft model without such heads, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 
@@ -27,7 +27,9 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         deviations=(
             "rows are not unpadded, appended and padded again, since the cache is paged",
             "requests are not sorted or grouped by length: every pass takes all of them",
-            "verified token-exactly at any temperature (the paper: greedy)",
+            "verified token-exactly at any temperature (the paper: greedy); acceptance='rejection'"
+            " is the rule of speculative sampling",
+            CHAIN_NOISE,
         ),
         remote={
             "size": Range(1, 64),

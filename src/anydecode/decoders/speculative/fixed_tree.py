@@ -13,7 +13,7 @@ from typing import Any
 from anydecode.catalogue import Card, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.decoders.speculative.static_trees import TreeShape
@@ -65,6 +65,7 @@ class FixedTreeDrafter(TreeDrafter):
             "verified token-exactly: siblings are the best by draft probability plus the noise that"
             " the target will use; with acceptance='rejection' they are the most probable, verified"
             " by the rule for chosen siblings",
+            CHOSEN_NOISE,
         ),
         remote={"acceptance": ACCEPTANCE_WORDS},
     )

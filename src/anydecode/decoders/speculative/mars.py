@@ -2,7 +2,9 @@
 confident.
 
 Jin et al., "MARS: Enabling Autoregressive Models Multi-Token Generation", arXiv:2604.07023. The
-model was trained with blocks of masks, which see each other and the text before them causally.
+model was trained with blocks of masks, which see each other and the text before them causally. Its
+ancestor is Lexical Unit Decoding: Sun et al., "Decoding at the Speed of Thought: Harnessing
+Parallel Decoding of Lexical Units for LLMs", arXiv:2405.15208.
 
 A pass has the last token and `block` - 1 masks. The row of the last token predicts the next token,
 that of each mask the token after its position. The first token is always kept, the others from left
@@ -29,12 +31,18 @@ METRICS = Words(("probability", "entropy", "margin"))
     Card(
         "mars",
         "speculative",
-        paper="MARS (arXiv:2604.07023)",
+        paper="MARS (arXiv:2604.07023), Lexical Unit Decoding, LUD (arXiv:2405.15208)",
         exactness="lossy",
         summary="Mask tokens predict several tokens per pass, kept from left to right while sure.",
         needs=("mask token",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
+        missing=(
+            "of LUD, the marking of lexical units in the training data, and its control of"
+            " repetition",
+        ),
         deviations=(
+            "LUD is the same decoding with the probability as confidence, its threshold as"
+            " threshold, and masks for its placeholders",
             "the last mask of the paper's block is left out, since its row is not read",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
             " cache by blocks, which lets texts of a batch wait for each other, is not needed",

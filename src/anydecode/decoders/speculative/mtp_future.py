@@ -23,7 +23,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_candidates
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.mask_groups import MaskOutput
 from anydecode.decoders.speculative.space import SpaceDrafter
@@ -125,6 +125,7 @@ def _model(sequence: Sequence) -> Any:
             "above temperature 0 a candidate is sampled with the noise that the target will use,"
             " and verified token-exactly; acceptance='rejection' is the rule of speculative"
             " sampling",
+            CHAIN_NOISE,
             "the head that reads the token before chooses among the 64 tokens that are the most"
             " probable by the mask's own logits (the paper: all tokens)",
             "2 masks by default, 9 rows, which is faster on processors (the paper: 8, 81 rows)",

@@ -13,7 +13,7 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -81,6 +81,7 @@ def _best(weights: dict[int, float], size: int) -> list[int]:
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, as in the paper",
+            CHOSEN_NOISE,
             "the draft distribution is cut to its 64 most probable tokens",
             "16 nodes by default (the paper: 50)",
         ),

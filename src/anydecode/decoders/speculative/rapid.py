@@ -20,6 +20,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import (
     ACCEPTANCE_WORDS,
+    CHAIN_NOISE,
     RejectionSampling,
     acceptance_rule,
 )
@@ -172,8 +173,11 @@ class _RetrievalSession(DraftSession):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly with shared noise; the paper's rule, which shifts the target"
-            " towards the drafter and is lossy, is eta=10 (the paper: 5 to 50)",
+            "verified token-exactly with shared noise; acceptance='rejection' is the rule of"
+            " speculative sampling",
+            CHAIN_NOISE,
+            "the paper's rule, which shifts the target towards the drafter and is lossy, is eta=10"
+            " (the paper: 5 to 50)",
             "chunks are ranked by BM25 over tokens, not by an embedding model",
             "8 chunks of 64 tokens and the prompt's last 128; the paper takes chunks of 512 above"
             " a similarity of 0.3, between 4096 tokens and 1/24 of the prompt",

@@ -18,7 +18,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import LOGIT_RULES, logit_rule
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES, logit_rule
 from anydecode.decoders.speculative.draft_model import (
     DRAFT,
     distribution_list,
@@ -94,6 +94,7 @@ class _Branch:
             "with acceptance='rejection', the paper's rule, bonus tokens after a rejection are"
             " predicted by the draft model's probabilities, as in the paper; discount is the"
             " paper's factor C of the reshaped distribution, 1 by default",
+            CHAIN_NOISE,
             "after a miss new drafts are made at once (the paper's just-in-time backup)",
             "once the outcome is known, only its own branch is continued",
             "bonus tokens and prepared drafts come from the draft model's 64 most probable tokens",

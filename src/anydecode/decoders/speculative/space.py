@@ -16,7 +16,7 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_candidates
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.mask_groups import MaskDrafter, MaskOutput
 from anydecode.sampling.sampler import Sampler
@@ -88,6 +88,7 @@ class SpaceDrafter(MaskDrafter):
             " and verified token-exactly; with acceptance='rejection' it is drawn from the mask's"
             " distribution, and after a rejection the token comes from the residual distribution"
             " (the paper's code: from the target's, which is biased)",
+            CHAIN_NOISE,
             "2 masks by default, 9 rows, which is faster on processors (the paper: 5, 36 rows)",
             "all masks are one token, the paper's default",
             "the first pass has no candidates (the paper's code: masks, which are rejected)",

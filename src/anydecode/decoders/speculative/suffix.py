@@ -362,8 +362,8 @@ class _Session(TextDraftSession):
         summary="Suffix automata of this request and of earlier answers draft by frequency.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "automata with occurrence counts instead of the paper's depth-limited suffix trees, so"
-            " the length of a match is not limited",
+            "automata with occurrence counts instead of the paper's depth-limited suffix trees; of"
+            " longer matches the last 64 tokens count",
             "a draft has up to `size` nodes, and none below `min_probability`",
             "earlier answers are kept in eight parts within `memory` bytes, a request's own text in"
             " eight within 64 MiB, and the oldest part is dropped when they are full; a match does"

@@ -41,8 +41,8 @@ def shares(logits: np.ndarray, temperature: float, position: int) -> list[tuple[
     """The 64 most probable tokens with their shares of the keys, by descending share."""
     row = logits / (temperature or 1.0)
     top = np.sort(np.argsort(-row, kind="stable")[:64])
-    q = np.exp(row[top] - row[top].max())
-    keys = np.log(q / q.sum())
+    keys = row[top] - row[top].max()
+    keys -= np.log(np.exp(keys).sum())
     if temperature:
         keys = keys + Noise(5).gumbel(top, position)
     weights = np.exp(keys - keys.max())
