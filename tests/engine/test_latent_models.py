@@ -35,6 +35,28 @@ SETTINGS: dict[str, Any] = {
 }
 #: The prompts and texts have several times as many positions as a row attends to.
 INDEXER = {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 16}
+#: Layers with a window alone, and with entries of which some, or all, are attended to.
+ENTRIES: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 20,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "sliding_window": 7,
+    "layer_types": [
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "sliding_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "hc_mult": 2,
+}
 #: kind -> (classes of `transformers`, settings)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("DeepseekV3", SETTINGS),
@@ -66,6 +88,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2],
         },
     ),
+    "entries": ("DeepseekV4", {**ENTRIES, "head_dim": 24, "index_topk": 5}),
 }
 OPTIONS: dict[str, Any] = {"max_tokens": 32, "ignore_eos": True, "seed": 3, "temperature": 0.8}
 
@@ -102,6 +125,11 @@ def test_the_cache_holds_the_latent_and_the_key_of_each_indexer(kind: str) -> No
     size = SETTINGS["kv_lora_rank"] + SETTINGS["qk_rope_head_dim"]
     if kind == "blocks":  # two heads of keys and values
         size = 2 * 2 * KINDS[kind][1]["head_dim"]
+    if kind == "entries":  # three keys, two entries, and the inputs of two entries in float32
+        size, indexers = KINDS[kind][1]["head_dim"], INDEXER["index_head_dim"]
+        inputs = 4 * (size + indexers) + 2 * size
+        assert bytes_per_position(cache) == 2 * (5 * size + indexers) + 4 * inputs
+        return
     num_indexers = {"dense": 0, "sparse": 3, "shared": 2, "blocks": 2}[kind]
     keys = num_indexers * INDEXER["index_head_dim"]
     assert bytes_per_position(cache) == 2 * (size * SETTINGS["num_hidden_layers"] + keys)
@@ -138,7 +166,7 @@ def test_cached_and_spilled_prefixes(kind: str) -> None:
 )
 def test_drafts_and_trees(kind: str, decoder: str, temperature: float) -> None:
     engine = {"draft": model(kind, 1), "cache_positions": 2048}
-    if (kind, decoder) == ("shared", "layerskip"):
+    if kind in ("shared", "entries") and decoder == "layerskip":
         with pytest.raises(UnsupportedCombinationError, match="an earlier one has selected"):
             texts(kind, PROMPTS, engine, decoder=decoder)
         return
@@ -177,7 +205,11 @@ def test_segments_of_a_long_text_on_several_threads(kind: str, length: int) -> N
 
 @pytest.mark.parametrize("decoder", ["fastkv", "mustdrop", "quickprefill"])
 def test_methods_that_remove_positions(kind: str, decoder: str) -> None:
-    """They read keys and move rows, of which values are a part."""
+    """They read keys and move rows, of which values are a part; entries are made of all rows."""
+    if kind == "entries":
+        with pytest.raises(UnsupportedCombinationError, match="entries of several positions"):
+            texts(kind, PROMPTS, {"cache_positions": 2048}, decoder=decoder)
+        return
     found = texts(kind, PROMPTS, {"cache_positions": 2048}, decoder=decoder)
     assert [len(tokens) for tokens in found] == [OPTIONS["max_tokens"]] * len(PROMPTS)
 
@@ -207,6 +239,6 @@ def test_the_triton_kernels_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gear_is_refused(kind: str) -> None:
-    with pytest.raises(UnsupportedCombinationError, match="keys and values") as caught:
+    with pytest.raises(UnsupportedCombinationError, match="keys and values|key-value") as caught:
         texts(kind, PROMPTS, {"cache_positions": 512}, decoder="gear")
     assert "\n" not in str(caught.value)

@@ -26,10 +26,11 @@ OTHERS = parity_module("../engine/test_every_family").OTHERS
 TEXT = [5, 17, 99, 3, 64, 11, 42, 42, 7]
 #: Families with layers that are not attention with an FFN behind it.
 REFUSED = {
-    "BailingHybrid", "Bamba", "CodeGen", "Cohere", "Cohere2", "Cohere2Moe", "Falcon", "FalconH1",
-    "FalconMamba", "Gemma3n", "Gemma4", "GPTJ", "GPTNeoX", "Jamba", "KimiLinear", "Lfm2", "Lfm2Moe",
-    "Lfm3", "Mamba", "Mamba2", "MiniMax", "nemotron-nas", "NemotronH", "OlmoHybrid", "Phi",
-    "phi4flash", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "RecurrentGemma", "rwkv7",
+    "BailingHybrid", "Bamba", "CodeGen", "Cohere", "Cohere2", "Cohere2Moe", "DeepseekV4", "Falcon",
+    "FalconH1", "FalconMamba", "Gemma3n", "Gemma4", "GPTJ", "GPTNeoX", "Jamba", "KimiLinear",
+    "Lfm2", "Lfm2Moe", "Lfm3", "Mamba", "Mamba2", "MiniMax", "nemotron-nas", "NemotronH",
+    "OlmoHybrid", "Phi", "phi4flash", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "RecurrentGemma",
+    "rwkv7",
 }  # fmt: skip
 
 

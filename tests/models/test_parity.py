@@ -486,6 +486,40 @@ MINIMAX_M3: dict[str, Any] = {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2, "full_attention"],
     "swiglu_limit": 0.5,
 }
+#: Layers of all kinds, with and without experts by token, and several times as many entries as the
+#: indexer selects.
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 20,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "sliding_window": 7,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -1116,6 +1150,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
+        },
+    ),
+    "deepseek v4": ("DeepseekV4", DEEPSEEK_V4),
+    "deepseek v4 sizes": (
+        "DeepseekV4",
+        {
+            **DEEPSEEK_V4,
+            "head_dim": 20,
+            "partial_rotary_factor": 1.0,
+            "o_groups": 4,
+            "sliding_window": 40,
+            "layer_types": ["compressed_sparse_attention"] * 2
+            + ["heavily_compressed_attention"] * 2,
+            "compress_rates": {
+                "compressed_sparse_attention": 5,
+                "heavily_compressed_attention": 3,
+            },
+            "mlp_layer_types": ["moe"] * 4,
+            "scoring_func": "sigmoid",
+            "index_head_dim": 24,
+            "hc_mult": 5,
+            "hc_sinkhorn_iters": 20,
+            "rope_parameters": {"rope_type": "default"},
         },
     ),
     "minimax m3": ("MiniMaxM3VL", MINIMAX_M3),

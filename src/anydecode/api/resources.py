@@ -143,7 +143,7 @@ class Resources:
             if spec.recurrences and (spec.causal or has_states):
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
-                    " with recurrent layers does not allow"
+                    " with recurrent layers, or with entries of several positions, does not allow"
                 )
         if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
             raise UnsupportedCombinationError(

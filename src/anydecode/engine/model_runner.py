@@ -199,8 +199,7 @@ class ModelRunner:
                 continue
             planned.add(request.sequence.root.id)
             try:
-                needs_start = spec.per_layer_size or spec.memory_size or spec.shares_selections
-                if span.start and needs_start:
+                if span.start and spec.starts_at_first_layer:
                     raise late_start_error(self.model.name)
                 builder.add(item)
             except Exception as error:

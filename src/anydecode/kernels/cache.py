@@ -73,7 +73,7 @@ def stored_heads(shape: Attention | None, is_value: bool) -> tuple[int, int]:
     if shape is None:
         return 1, 0
     if not is_value:
-        return shape.num_kv_heads, shape.head_dim
+        return shape.num_stored_keys, shape.head_dim
     if shape.latent_dim is not None:
         return 1, shape.index_dim or 0
     return shape.num_kv_heads + (shape.index_dim is not None), shape.head_dim

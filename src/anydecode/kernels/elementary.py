@@ -104,6 +104,11 @@ def capped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.T
     return silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+def limited_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """See `LimitedSwiglu`."""
+    return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
 def identity(x: torch.Tensor) -> torch.Tensor:
     """x"""
     return x

@@ -135,9 +135,10 @@ class Rope:
     """Rotary embedding of the first `2 * len(frequencies)` dimensions of each head.
 
     Dimension i is rotated with i + half, the Hugging Face order; loaders permute weights stored in
-    the interleaved order. angle = position * frequencies[i]; cos and sin are multiplied by
-    `factor` and, if `growth` is not 0, by 1 + growth * log(1 + (position + growth_start) //
-    growth_period).
+    the interleaved order. angle = (position + shift) * frequencies[i]; cos and sin are multiplied
+    by `factor` and, if `growth` is not 0, by 1 + growth * log(1 + (position + shift +
+    growth_start) // growth_period). With `has_last_pairs` the last dimensions of each head are
+    rotated instead, 2 * i with 2 * i + 1.
     """
 
     frequencies: np.ndarray  # float32 [rotary_dim / 2]
@@ -145,6 +146,8 @@ class Rope:
     growth: float = 0.0
     growth_period: int = 1
     growth_start: int = 0
+    shift: int = 0
+    has_last_pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,11 +183,26 @@ class Attention:
     local_blocks: int = 0
     # The key heads have so many selections, each for equal parts of them (MiniMax-M3).
     num_selections: int = 1
+    # Every so many positions have an entry, a second key that is stored with the last of them. A
+    # row attends to the entries of positions up to its own, or to the `top_k` of these that an
+    # indexer selects by keys that are stored with them, and to the positions of its window
+    # (DeepSeek-V4). None: there are no entries.
+    entry_size: int | None = None
 
     @property
     def value_dim(self) -> int:
         """Numbers of one head's value."""
         return self.latent_dim or self.value_size or self.head_dim
+
+    @property
+    def num_stored_keys(self) -> int:
+        """Keys in a slot, an entry included."""
+        return self.num_kv_heads + (self.entry_size is not None)
+
+    @property
+    def is_selected(self) -> bool:
+        """Whether `Backend.select` says what rows attend to."""
+        return self.top_k is not None or self.entry_size is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +230,7 @@ class RelativePositions:
 Biases = np.ndarray | RelativePositions
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention")
+RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention", "pool")
 
 
 @dataclass(frozen=True)
@@ -254,6 +272,8 @@ class Recurrence:
       the recurrence gates, one of each per channel; `step_bias` is added. With a = exp(decay *
       sigmoid(recurrence gate)): S = a * S + sqrt(1 - a^2) * sigmoid(input gate) * value. At
       position 0 the root is left out.
+
+    With the rule "pool" the inputs are those of `Backend.pool`, without a convolution and a state.
     """
 
     rule: str
@@ -291,12 +311,12 @@ class Recurrence:
     @property
     def width_out(self) -> int:
         """Numbers of a row's output."""
-        return self.width if self.rule == "conv" else self.num_heads * self.head_dim
+        return self.width if self.rule in ("conv", "pool") else self.num_heads * self.head_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int] | None:
         """The shape of a state; None if there is none."""
-        if self.rule == "conv":
+        if self.rule in ("conv", "pool"):
             return None
         return self.num_heads, self.head_dim, self.state_size
 
@@ -347,6 +367,13 @@ class CappedSwiglu(NamedTuple):
     limit: float
 
 
+class LimitedSwiglu(NamedTuple):
+    """The activation of DeepSeek-V4: silu(min(gate, limit)) * u, where u is up, clamped to [-limit,
+    limit]."""
+
+    limit: float
+
+
 class Xielu(NamedTuple):
     """The activation of Apertus (Huang and Schlag, arXiv:2411.13010).
 
@@ -361,8 +388,8 @@ class Xielu(NamedTuple):
 
 
 #: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "softplus", "identity", a
-#: `ClampedSwiglu` or a `CappedSwiglu`.
-Activation = str | ClampedSwiglu | CappedSwiglu
+#: `ClampedSwiglu`, a `CappedSwiglu` or a `LimitedSwiglu`.
+Activation = str | ClampedSwiglu | CappedSwiglu | LimitedSwiglu
 
 
 @dataclass(frozen=True)
@@ -376,7 +403,8 @@ class Routing:
     Attributes:
         experts_per_token: The number of experts that are chosen.
         normalise: Whether the weights are divided by their sum.
-        scoring: "softmax" over all experts, "sigmoid", or "given": the router's numbers are the
+        scoring: "softmax" over all experts, "sigmoid", "sqrtsoftplus", the square root of softplus
+            (DeepSeek-V4), or "given": the router's numbers are the
             weights, and all experts run whose weight is not 0 (BlockFFN). With `normalise`, a given
             weight is divided by `scale` times their sum, plus 1e-5. "sparsemixer" (Phi-3.5-MoE; Liu
             et al., arXiv:2409.12136): experts are chosen by their logits, one after the other, and
@@ -415,7 +443,9 @@ class ExpertWeights:
 
     Biases are float32 `[out_features]`, one per expert; None for no biases. `selection_bias` is
     float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
-    weight, after normalisation (Gemma 4).
+    weight, after normalisation (Gemma 4). `token_experts` is int32 `[tokens, experts_per_token]`,
+    the experts of each token, whatever their scores are (DeepSeek-V4); rows without a token and
+    tokens after its end have those of token 0.
     """
 
     gate: list[Weight]
@@ -426,6 +456,7 @@ class ExpertWeights:
     down_bias: list[np.ndarray] | None = None
     selection_bias: np.ndarray | None = None
     factors: np.ndarray | None = None
+    token_experts: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -763,7 +794,7 @@ class Backend(ABC):
         self, k: Any, v: Any | None, layer: int, shape: Attention, index_key: Any | None = None
     ) -> None:
         """Store k, v (None if `shape.latent_dim` is set) and the indexer's key, if there is one, in
-        each row's slot of `layer`."""
+        each row's slot of `layer`. With `shape.entry_size`, k is the key and then the entry."""
 
     @abstractmethod
     def select(
@@ -777,11 +808,12 @@ class Backend(ABC):
         block of positions (`shape.index_block`) is the largest one of them; those of the last
         `shape.local_blocks` are infinite. The positions of the blocks with the largest scores are
         selected, of equal ones the lower. A row that sees no more than `top_k` positions attends to
-        all.
+        all. With `shape.entry_size` entries are selected, not positions; the indexer's key of an
+        entry is stored with its last position.
 
         Args:
             q: The indexer's queries, `num_heads` of `shape.index_dim` numbers; None: the positions
-                are those that an earlier layer has selected.
+                are those that an earlier layer has selected, or without `shape.top_k` all entries.
             weights: One number per head; None: there are `shape.num_selections` heads.
             num_heads: Heads of the indexer.
             layer: Whose slots have the indexer's keys.
@@ -858,6 +890,34 @@ class Backend(ABC):
     @abstractmethod
     def stored(self, layer: int, shape: Recurrence, first: int, size: int) -> Any:
         """The `size` numbers from `first` on that each row's slot of an earlier layer stores."""
+
+    @abstractmethod
+    def pool(self, x: Any, layer: int, shape: Recurrence, first: int, bias: np.ndarray) -> Any:
+        """Store x in each row's slot of `layer`, from number `first` on, then compute the entry of
+        the last positions up to that of each row (DeepSeek-V4).
+
+        x has `groups` values, and then as many gates. The entry of `len(bias)` positions is the sum
+        of their last values and, with two groups, of the first values of as many positions before,
+        if these exist. Their weights are the softmax of each number's gates plus `bias`, float32
+        `[positions, groups, numbers]`. Rows whose position is not the last one of an entry have
+        zeros. Each row must see all earlier positions and itself.
+        """
+
+    @abstractmethod
+    def hyper_factors(self, x: Any, streams: int, iterations: int, eps: float) -> Any:
+        """The factors of manifold-constrained hyper-connections (mHC, Xie et al., 2026).
+
+        Of a row of x the first `streams` numbers give sigmoid(x) + eps, by which a sublayer's input
+        is collapsed. If there are more, as many others give 2 * sigmoid(x), by which its output is
+        spread, and the remaining `streams` rows of as many numbers a matrix: their softmax plus
+        eps, whose columns, rows, columns and so on are divided by their sums plus eps, `iterations`
+        times the columns. The result has its transpose minus the identity, the coefficients of
+        `mix`.
+        """
+
+    @abstractmethod
+    def collapse(self, x: Any, factors: Any, groups: int) -> Any:
+        """The sum of `groups` equal parts of x, times `factors`, `groups` numbers per row of x."""
 
     @abstractmethod
     def gated(self, gate: Any, up: Any, activation: Activation) -> Any:

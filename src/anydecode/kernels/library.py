@@ -51,7 +51,7 @@ class Routing(ctypes.Structure):
 
     _fields_ = [
         *((name, pointer) for name in ("gate_bias", "up_bias", "down_bias", "selection_bias")),
-        ("factors", pointer),
+        *((name, pointer) for name in ("factors", "token_experts")),
         *((name, c_int32) for name in ("normalise", "is_sigmoid", "num_groups", "groups_per_row")),
         ("scale", c_float),
         ("scores_per_group", c_int32),
@@ -59,7 +59,7 @@ class Routing(ctypes.Structure):
         ("is_given", c_int32),
         ("is_plain", c_int32),
         ("jitter", c_float),
-        ("block_experts", c_int32),
+        *((name, c_int32) for name in ("block_experts", "is_root", "num_tokens")),
     ]
 
 
@@ -89,7 +89,7 @@ class Op(ctypes.Structure):
         *((name, c_int32) for name in ("width", "width_out", "heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("groups", "window", "count", "value_dim", "is_latent")),
         *((name, c_int32) for name in ("chunk", "reach", "top_k", "index_dim")),
-        *((name, c_int32) for name in ("block", "num_local")),
+        *((name, c_int32) for name in ("block", "num_local", "entry", "selection")),
         ("x", c_float),
         ("y", c_float),
         ("matrix", pointer),

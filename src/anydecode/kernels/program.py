@@ -18,6 +18,7 @@ from anydecode.kernels.interface import (
     CappedSwiglu,
     ClampedSwiglu,
     ExpertWeights,
+    LimitedSwiglu,
     Recurrence,
     RecurrenceWeights,
     RelativePositions,
@@ -45,7 +46,7 @@ _ACTIVATIONS = {
     "relu": 7,
     "softplus": 9,
 }
-_CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU = 3, 8, 10
+_CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU, _LIMITED_SWIGLU = 3, 8, 10, 11
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
 # eight rows would not fit a processor's cache.
@@ -66,6 +67,7 @@ class NativeBackend(Backend):
         self.keepalive: list[Any] = []  # objects that the ops point to
         self.shapes: list[Attention] = []
         self.index_dims: set[int] = set()
+        self.selections: dict[tuple[Any, ...], int] = {}  # by kind, see `_selection`
         self.selected: Value | None = None  # stands for the positions that a layer has selected
         self.recurrences: list[Recurrence] = []
         self.shared_steps: list[Step] = []  # those that compute the shared values
@@ -155,6 +157,7 @@ class NativeBackend(Backend):
         half = rope.frequencies.size
         table = self.tables.setdefault(rope, Value(2 * half))
         fields = {"heads": num_heads, "head_dim": x.width // num_heads, "count": half}
+        fields["groups"] = int(rope.has_last_pairs)
         return self._record(Code.ROPE, (x, table), x.width, **fields)
 
     def store(
@@ -167,6 +170,7 @@ class NativeBackend(Backend):
     ) -> None:
         inputs = (k,) if v is None else (k, v)
         fields = {**_cache_fields(layer, shape), "width": k.width}
+        fields["kv_heads"] = shape.num_stored_keys
         self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
         if index_key is not None:
             fields = {**fields, "width": index_key.width}
@@ -178,6 +182,7 @@ class NativeBackend(Backend):
         fields = {**_cache_fields(layer, shape), "heads": num_heads}
         fields |= {"groups": shape.num_selections}
         fields |= {"block": shape.index_block, "num_local": shape.local_blocks}
+        fields |= {"selection": self._selection(shape), "window": shape.window or 0}
         scores: tuple[Value, ...] = ()
         if q is not None:
             inputs = (q,) if weights is None else (q, weights)
@@ -196,13 +201,16 @@ class NativeBackend(Backend):
         biases: Biases | None = None,
     ) -> Value:
         fields = _cache_fields(layer, shape)
+        window = shape.window or 0
+        if shape.is_selected:
+            fields["selection"], window = self._selection(shape), 0  # its table has the window
         if shape.latent_dim is not None:  # parts of the query heads are processed separately
             parts = range(min(shape.num_heads, _LATENT_GROUP), 0, -1)
             group = next(size for size in parts if shape.num_heads % size == 0)
             shape = replace(shape, num_kv_heads=shape.num_heads // group)
         self.shapes.append(shape)
         fields |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
-        limits: dict[str, Any] = {"window": shape.window or 0, "chunk": shape.chunk or 0}
+        limits: dict[str, Any] = {"window": window, "chunk": shape.chunk or 0}
         limits["count"] = int(shape.is_two_sided)
         limits |= {"x": shape.scale, "y": shape.softcap or 0.0}
         if sinks is not None:
@@ -222,6 +230,29 @@ class NativeBackend(Backend):
         limits |= {"width": width, "width_out": width}
         self.steps.append(Step(Code.MERGE, (out,), out, {**fields, **limits}))
         return out
+
+    def _selection(self, shape: Attention) -> int:
+        """The number, from 1 on, of the kind of selection of layers of this shape."""
+        kind = (shape.top_k, shape.index_block, shape.num_selections, shape.entry_size)
+        return self.selections.setdefault((*kind, shape.window), len(self.selections) + 1)
+
+    def pool(self, x: Value, layer: int, shape: Recurrence, first: int, bias: np.ndarray) -> Value:
+        size, groups, numbers = bias.shape
+        fields = {"layer": layer, "recurrence": self._keep_recurrence(shape)}
+        self._store_inputs((x,), first, fields)
+        fields |= {"count": first, "entry": size, "groups": groups}
+        out = self._record(
+            Code.POOL, (x,), numbers, weight=self._keep_vector(bias.ravel()), **fields
+        )
+        self.steps[-1].cache = "read"
+        return out
+
+    def hyper_factors(self, x: Value, streams: int, iterations: int, eps: float) -> Value:
+        fields = {"groups": streams, "count": iterations, "x": eps}
+        return self._record(Code.HYPER, (x,), x.width, **fields)
+
+    def collapse(self, x: Value, factors: Value, groups: int) -> Value:
+        return self._record(Code.COLLAPSE, (x, factors), x.width // groups, groups=groups)
 
     def convolution(
         self, x: Value, layer: int, shape: Recurrence, weights: RecurrenceWeights
@@ -394,7 +425,8 @@ class NativeBackend(Backend):
         """The address of the C struct for the routing and the biases of experts."""
         struct = RoutingStruct(
             normalise=int(routing.normalise),
-            is_sigmoid=int(routing.scoring == "sigmoid"),
+            is_sigmoid=int(routing.scoring in ("sigmoid", "sqrtsoftplus")),
+            is_root=int(routing.scoring == "sqrtsoftplus"),
             num_groups=routing.num_groups,
             groups_per_row=routing.groups_per_token,
             scale=routing.scale,
@@ -405,6 +437,10 @@ class NativeBackend(Backend):
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
             block_experts=routing.block_experts or 0,
         )
+        if weights.token_experts is not None:
+            self.keepalive.append(weights.token_experts)
+            struct.token_experts = address_of(weights.token_experts)
+            struct.num_tokens = len(weights.token_experts)
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases = getattr(weights, name)
             if biases is not None:
@@ -458,6 +494,7 @@ def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
         "is_latent": is_latent,
         "top_k": shape.top_k or 0,
         "index_dim": shape.index_dim or 0,
+        "entry": shape.entry_size or 0,
     }
 
 
@@ -467,6 +504,8 @@ def _activation_fields(activation: Activation) -> dict[str, Any]:
         return {"activation": _CLAMPED_SWIGLU, "x": activation.alpha, "y": activation.limit}
     if isinstance(activation, CappedSwiglu):
         return {"activation": _CAPPED_SWIGLU, "y": activation.limit}
+    if isinstance(activation, LimitedSwiglu):
+        return {"activation": _LIMITED_SWIGLU, "y": activation.limit}
     return {"activation": _ACTIVATIONS[activation]}
 
 
@@ -560,7 +599,7 @@ def _prologue(
         fields = {"count": table.width // 2, "x": rope.factor}
         fields |= {"y": rope.growth, "window": rope.growth_period}
         fields["weight"] = backend._keep_vector(rope.frequencies)
-        fields["groups"] = rope.growth_start
+        fields["groups"], fields["chunk"] = rope.growth_start, rope.shift
         steps.append(Step(Code.ROPE_TABLE, (), table, fields))
     for value in backend.shared_values.values():
         value.offset = reserved

@@ -67,8 +67,9 @@ def check_rows(rows: Rows, has_states: bool) -> None:
         is_valid = bool((rows.tails >= 0).all() and (last == rows.slots[has_tail]).all())
     if not is_valid:
         raise UnsupportedCombinationError(
-            "a recurrent layer needs the inputs of every earlier position: methods that evict, skip"
-            " or merge positions, or see later ones, do not work with this model"
+            "a layer that is recurrent, or has entries of several positions, needs the inputs of"
+            " every earlier position: methods that evict, skip or merge positions, or see later"
+            " ones, do not work with this model"
         )
 
 

@@ -29,6 +29,7 @@ from anydecode.kernels.interface import (
     ClampedSwiglu,
     ExpertWeights,
     KeyValues,
+    LimitedSwiglu,
     Recurrence,
     RecurrenceWeights,
     RelativePositions,
@@ -173,9 +174,17 @@ class ReferenceBackend(Backend):
         if rope not in self._rotary:
             table = elementary.RotaryTable(rope, self.device)
             self._rotary[rope] = table
-        cos, sin = self._rotary[rope].rows(*self.rope_positions(len(x)))
+        positions, longest = self.rope_positions(len(x))
+        if rope.shift:
+            positions = (positions + rope.shift).clamp(min=0)
+        cos, sin = self._rotary[rope].rows(positions, max(longest, longest + rope.shift))
         cos, sin, half = cos[:, None, :], sin[:, None, :], cos.shape[1]
         heads = x.view(len(x), num_heads, -1)
+        if rope.has_last_pairs:
+            rest, pairs = heads[..., : -2 * half], heads[..., -2 * half :]
+            first, second = pairs[..., ::2], pairs[..., 1::2]
+            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+            return torch.cat((rest, turned.flatten(-2)), -1).flatten(-2)
         first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         rotated = (first * cos - second * sin, second * cos + first * sin, rest)
         return torch.cat(rotated, -1).flatten(-2)
@@ -198,12 +207,13 @@ class ReferenceBackend(Backend):
         slots = bound.rows.slots[bound.index]
         stored = np.flatnonzero(slots >= 0)
         target = torch.from_numpy(slots[stored].astype(np.int64)).to(self.device)
-        heads = (len(stored), shape.num_kv_heads)
+        heads = (len(stored), shape.num_stored_keys)
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
         keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
         if v is not None:
-            encoded = _encode(format, v[stored_rows].view(*heads, shape.value_dim))
+            size = len(stored), shape.num_kv_heads, shape.value_dim
+            encoded = _encode(format, v[stored_rows].view(size))
             values[target, : shape.num_kv_heads, : encoded.shape[-1]] = encoded
         if index_key is not None:
             encoded = _encode(format, index_key[stored_rows])
@@ -223,12 +233,16 @@ class ReferenceBackend(Backend):
         assert dim is not None and top_k is not None, "the shape has an indexer"
         keys = self._stored(layer)[1][:, -1:]
         width = stored_width(bound.cache.format, dim)
+        every = shape.entry_size or 1
         for group in _row_groups(bound, num_heads * dim):
-            seen = lengths(bound.rows, bound.index[group])
+            seen = lengths(bound.rows, bound.index[group]) // every
             if seen.max(initial=0) <= top_k:
                 continue
-            visible = visible_slots(bound.rows, bound.index[group], layer, shape)
-            table = torch.from_numpy(visible.slots).to(self.device)
+            visible = visible_slots(
+                bound.rows, bound.index[group], layer, replace(shape, window=None)
+            )
+            slots = np.ascontiguousarray(visible.slots[:, every - 1 :: every])
+            table = torch.from_numpy(slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
             key = _decode(bound.cache.format, keys[table.clamp(min=0)][..., :width], dim)
             queries = q[index].view(len(group), num_heads, 1, dim)
@@ -255,6 +269,29 @@ class ReferenceBackend(Backend):
                 own[:] = -1
                 own[: len(found)] = found
         return slots
+
+    def _entry_slots(self, rows: np.ndarray, layer: int, shape: Attention) -> np.ndarray:
+        """The slots `[m, width]` of the entries that rows of the pass attend to, and then those of
+        the positions of their windows. Slots of entries follow those of all positions."""
+        bound, every = self._rows(), shape.entry_size
+        assert every is not None, "the shape has entries"
+        visible = visible_slots(bound.rows, rows, layer, replace(shape, window=None)).slots
+        near = visible_slots(bound.rows, rows, layer, shape).slots
+        found = []
+        for row, count, slots, window in zip(
+            rows.tolist(), lengths(bound.rows, rows), visible, near, strict=True
+        ):
+            entries = slots[every - 1 : count : every]
+            if shape.top_k is not None and row in bound.selected:
+                entries = entries[bound.selected[row][0]]
+            entries = np.where(entries < 0, -1, entries + bound.cache.num_slots)
+            begin = max(0, int(bound.rows.positions[row]) + 1 - (shape.window or 0))
+            found.append(np.concatenate([entries, window[begin:count]]))
+        longest = max(map(len, found), default=0)
+        table = np.full((len(found), -(-longest // KEY_BLOCK) * KEY_BLOCK), -1, np.int64)
+        for own, slots in zip(table, found, strict=True):
+            own[: len(slots)] = slots
+        return table
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of all slots in a layer."""
@@ -306,14 +343,20 @@ class ReferenceBackend(Backend):
         """Attention of the heads of one selection."""
         bound = self._rows()
         heads = slice(selection * shape.num_kv_heads, (selection + 1) * shape.num_kv_heads)
-        keys, values = (stored[:, heads] for stored in self._stored(layer))
+        keys, values = self._stored(layer)
+        if shape.entry_size is None:
+            keys, values = keys[:, heads], values[:, heads]
+        else:
+            keys = keys.transpose(0, 1).flatten(0, 1).unsqueeze(1)
         format = bound.cache.format
         out = q.new_empty(len(q), shape.num_heads * shape.value_dim)
         sink_scores = None if sinks is None else self._vector(sinks)
         for group in _row_groups(bound, shape.num_heads * shape.head_dim):
             visible = visible_slots(bound.rows, bound.index[group], layer, shape)
             slots = visible.slots
-            if shape.top_k is not None:
+            if shape.entry_size is not None:
+                slots = self._entry_slots(bound.index[group], layer, shape)
+            elif shape.top_k is not None:
                 slots = self._selected_slots(bound.index[group], slots, selection)
             table = torch.from_numpy(slots).to(self.device)
             index = torch.from_numpy(group).to(self.device)
@@ -386,6 +429,50 @@ class ReferenceBackend(Backend):
         change = before.masked_fill((slots < 0).unsqueeze(-1), 0.0) - x
         return [x + change * self._vector(mix) for mix in mixes]
 
+    def pool(
+        self, x: torch.Tensor, layer: int, shape: Recurrence, first: int, bias: np.ndarray
+    ) -> torch.Tensor:
+        size, groups, numbers = bias.shape
+        out, bound = x.new_zeros(len(x), numbers), self._rows()
+        stored = self._store_inputs((x,), first, layer)
+        ends = torch.nonzero((bound.positions + 1) % size == 0).squeeze(-1)
+        if not len(ends):
+            return out
+        slots = self._windows(groups * size)[ends]
+        read = stored[slots.clamp(min=0), first : first + x.shape[-1]]
+        read = read.view(len(ends), groups, size, 2, groups, numbers)
+        number = torch.arange(groups, device=x.device)
+        own = read.movedim(3, 0)[:, :, number, :, number].movedim((1, 2), (0, 1))
+        gates = (own[1] + self._vector(bias).transpose(0, 1)).flatten(1, 2)
+        missing = (slots < 0).unsqueeze(-1)
+        largest = gates.masked_fill(missing, float("-inf")).amax(1, keepdim=True)
+        weights = elementary.exp(gates - largest).masked_fill(missing, 0.0)
+        sums = elementary.tree_sum(weights * own[0].flatten(1, 2), 1)
+        out[ends] = sums / elementary.tree_sum(weights, 1)
+        return out
+
+    def hyper_factors(
+        self, x: torch.Tensor, streams: int, iterations: int, eps: float
+    ) -> torch.Tensor:
+        first = elementary.sigmoid(x[:, :streams]) + eps
+        if x.shape[-1] == streams:
+            return first
+        second = elementary.sigmoid(x[:, streams : 2 * streams]) * 2.0
+        matrix = x[:, 2 * streams :].reshape(len(x), streams, streams)
+        matrix = (elementary.softmax(matrix) + eps).transpose(-1, -2)
+        for number in range(2 * iterations - 1):
+            if number:
+                matrix = matrix.transpose(-1, -2)
+            matrix = matrix / (elementary.tree_sum(matrix).unsqueeze(-1) + eps)
+        matrix = matrix - torch.eye(streams, device=x.device)
+        return torch.cat((first, second, matrix.flatten(-2)), -1)
+
+    def collapse(self, x: torch.Tensor, factors: torch.Tensor, groups: int) -> torch.Tensor:
+        parts, out = x.view(len(x), groups, -1), x.new_zeros(len(x), x.shape[-1] // groups)
+        for part in range(groups):
+            out = out + factors[:, part : part + 1] * parts[:, part]
+        return out
+
     def stored(self, layer: int, shape: Recurrence, first: int, size: int) -> torch.Tensor:
         bound = self._rows()
         stored = as_tensor(bound.cache.inputs[layer], self.device)
@@ -434,6 +521,8 @@ class ReferenceBackend(Backend):
             return elementary.clamped_swiglu(gate, up, *activation)
         if isinstance(activation, CappedSwiglu):
             return elementary.capped_swiglu(gate, up, *activation)
+        if isinstance(activation, LimitedSwiglu):
+            return elementary.limited_swiglu(gate, up, *activation)
         return elementary.ACTIVATIONS[activation](gate) * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -501,7 +590,13 @@ class ReferenceBackend(Backend):
         bias = weights.selection_bias
         vector = None if bias is None else self._vector(bias)
         blocks = None if routing.block_experts is None else self.shared(_SEEN, self._row_blocks)
-        shares = expert_shares(router, routing, vector, blocks)
+        experts = None
+        if weights.token_experts is not None:
+            tokens = self._rows().rows.tokens[self._rows().index]
+            is_known = (tokens >= 0) & (tokens < len(weights.token_experts))
+            table = weights.token_experts[np.where(is_known, tokens, 0)]
+            experts = torch.from_numpy(table.astype(np.int64)).to(self.device)
+        shares = expert_shares(router, routing, vector, blocks, experts)
         if weights.factors is not None:
             shares = shares * self._vector(weights.factors)
         adapters = self._adapters()
@@ -607,19 +702,21 @@ def expert_shares(
     routing: Routing,
     selection_bias: torch.Tensor | None = None,
     blocks: torch.Tensor | None = None,
+    experts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weight of each expert in each row, float32 `[m, experts]`; 0 where it is not chosen.
 
     `blocks` are the numbers of the rows' blocks, ascending from 0, int64 `[m]`, if experts are
-    chosen per block.
+    chosen per block; `experts` those of each row, int64 `[m, experts_per_token]`, if they are not
+    chosen by scores.
     """
     if routing.scoring == "sparsemixer":
         return _sparse_shares(router, routing)
     if routing.scoring == "given":
         total = elementary.tree_sum(router).unsqueeze(-1) * routing.scale + 1e-5
         return router / total if routing.normalise else router
-    is_sigmoid = routing.scoring == "sigmoid"
-    shares = elementary.sigmoid(router) if is_sigmoid else elementary.softmax(router)
+    function = {"sigmoid": elementary.sigmoid, "sqrtsoftplus": _root_softplus}
+    shares = function.get(routing.scoring, elementary.softmax)(router)
     choice = shares if selection_bias is None else shares + selection_bias
     if routing.scales_inputs and selection_bias is None and routing.num_groups == 1:
         choice = router
@@ -640,11 +737,15 @@ def expert_shares(
         is_used = torch.zeros(groups.shape[:2], dtype=torch.bool, device=router.device)
         is_used = is_used.scatter(1, used, True).unsqueeze(-1)
         choice = groups.masked_fill(~is_used, float("-inf")).view(choice.shape)
-    order = _first(choice, routing.experts_per_token)
-    chosen = torch.zeros_like(shares).scatter(1, order, shares.gather(1, order))
+    order = _first(choice, routing.experts_per_token) if experts is None else experts
+    chosen = torch.zeros_like(shares).scatter_add(1, order, shares.gather(1, order))
     if routing.normalise:
         chosen = chosen / (elementary.tree_sum(chosen).unsqueeze(-1) + _MIN_SHARE)
     return chosen if routing.scale == 1.0 else chosen * routing.scale
+
+
+def _root_softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.sqrt(elementary.softplus(x))
 
 
 def _sparse_shares(router: torch.Tensor, routing: Routing) -> torch.Tensor:

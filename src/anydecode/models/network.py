@@ -36,17 +36,20 @@ from anydecode.kernels.interface import (
     Xielu,
 )
 from anydecode.models.differential import DifferentialWeights
+from anydecode.models.hyper import HyperConnections, HyperWeights
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
+from anydecode.models.shared_key import EntryWeights, SharedKeyWeights
 from anydecode.models.spec import (
     LatentSpec,
     LayerSpec,
     LowRankQuery,
     ModelSpec,
     RecurrentSpec,
+    SharedKeySpec,
 )
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
@@ -181,11 +184,12 @@ class IndexerWeights:
 
     `query` reads the normed inner numbers of `LayerSpec.low_rank_query`, or the attention's inputs
     where there are none; `key` and `weights`, which gives one number per head, read these too. The
-    norms are float32 `[head_dim]`: of keys with a bias and `weights`, of keys and queries without.
+    norms are float32 `[head_dim]`: of keys, which may have a bias, and of queries, if they have
+    one. The key may be that of an entry.
     """
 
     query: Linear
-    key: Linear
+    key: Linear | EntryWeights
     norm: np.ndarray
     weights: Linear | None = None
     norm_bias: np.ndarray | None = None
@@ -194,8 +198,8 @@ class IndexerWeights:
     @property
     def matrices(self) -> list[Weight]:
         """Every matrix."""
-        linears = (self.query, self.key, self.weights)
-        return [weight for linear in linears if linear is not None for weight in linear.matrices]
+        parts = (self.query, self.key, self.weights)
+        return [weight for part in parts if part is not None for weight in part.matrices]
 
 
 @dataclass(eq=False)
@@ -355,6 +359,8 @@ class LayerWeights:
     recurrent: RecurrentWeights | TimeMixWeights | None = None
     latent: LatentWeights | None = None
     indexer: IndexerWeights | None = None
+    shared_key: SharedKeyWeights | None = None
+    hyper: HyperConnections | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     canvas_scale: float | None = None  # the same for rows of a canvas (`ModelSpec.has_canvas`)
@@ -390,7 +396,8 @@ class LayerWeights:
             linears += [] if convolution is None else [convolution.projection]
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
-        weights += [] if self.indexer is None else self.indexer.matrices
+        for part in (self.indexer, self.shared_key, self.hyper):
+            weights += [] if part is None else part.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
 
@@ -410,6 +417,7 @@ class ModelWeights:
     segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
     per_layer: PerLayerEmbeddings | None = None
     streams: StreamProjections | None = None
+    hyper: HyperWeights | None = None  # of the streams after the last layer
     states: StateWeights | None = None  # of a drafter that reads its target's states
     self_conditioning: SelfConditioning | PlainSelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
@@ -477,6 +485,7 @@ class Network:
             raise CheckpointError("only one of the spec and the weights has a position table")
         _check_per_layer(spec, weights.per_layer)
         _check_streams(spec, weights.streams)
+        _check_hyper("", spec, weights.hyper, spec.num_streams)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             if any(weight in self.packed for weight in layer.matrices):
                 continue  # of another network, which has checked it
@@ -489,6 +498,11 @@ class Network:
             if layer.memory_unit is not None:
                 _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
             _check_stream_block(f"layer {index}, ", spec, layer.streams)
+            if (layer.hyper is None) != (spec.hyper is None):
+                raise CheckpointError("only one of the spec and the weights has hyper-connections")
+            for part in () if layer.hyper is None else (layer.hyper.mixer, layer.hyper.mlp):
+                rows = spec.num_streams * (2 + spec.num_streams)
+                _check_hyper(f"layer {index}, ", spec, part, rows)
 
     @property
     def width(self) -> int:
@@ -517,6 +531,8 @@ class Network:
             yield self.weights.per_layer.projection.weight
         if self.weights.streams is not None:
             yield from self.weights.streams.matrices
+        if self.weights.hyper is not None:
+            yield from self.weights.hyper.matrices
         if self.weights.states is not None:
             yield from self.weights.states.matrices
         for layer in self.weights.layers:
@@ -530,6 +546,8 @@ class Network:
     def layer(self, backend: Backend, x: Any, index: int) -> Any:
         """The hidden states after layer `index`, from those before it."""
         x = self._inputs(backend, x, index)
+        if self.spec.hyper is not None:
+            return self._layer_of_hyper_connections(backend, x, index)
         if self.spec.num_streams > 1:
             return self._layer_of_streams(backend, x, index)
         if self.spec.memory_size:
@@ -612,6 +630,18 @@ class Network:
         first = np.zeros(model.num_streams, np.float32)
         first[0] = 1.0
         return backend.spread(merged, first, model.num_streams)
+
+    def _layer_of_hyper_connections(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same for streams with hyper-connections. After the last layer their sum takes the
+        place of the first one, and the others are zero."""
+        spec, hyper, last = self.spec, self.weights.layers[index].hyper, self.weights.hyper
+        assert hyper is not None and last is not None, "checked by `_check_hyper`"
+        if index == 0:
+            ones = np.ones(spec.num_streams, np.float32)
+            x = backend.spread(backend.columns(x, 0, spec.hidden_size), ones, spec.num_streams)
+        for weights, block in ((hyper.mixer, self._mixer_block), (hyper.mlp, self._mlp_block)):
+            x = weights.connect(backend, x, spec, partial(block, backend, index=index))
+        return x if index + 1 < spec.num_layers else last.merge(backend, x, spec)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -985,6 +1015,8 @@ class Network:
         assert shape is not None and weights.output is not None
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
+        if spec.shared_key is not None:
+            return self._shared_key_attention(backend, x, spec, weights, index)
         inputs = _query_inputs(backend, x, spec, weights)
         q = self._queries(backend, inputs, spec, weights)
         if weights.differential is not None:
@@ -1045,6 +1077,25 @@ class Network:
             y = backend.gate_parts(y, gate, spec.attention_gate)
         return weights.output.apply(backend, y)
 
+    def _shared_key_attention(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
+    ) -> Any:
+        shape, own, parts = spec.attention, spec.shared_key, weights.shared_key
+        assert shape is not None and own is not None and parts is not None
+        assert weights.output is not None
+        inputs = _query_inputs(backend, x, spec, weights)
+        q = self._queries(backend, inputs, spec, weights)
+        k, _ = self._keys_values(backend, x, spec, weights, shape)
+        if parts.entry is not None:
+            stored = spec.stored_inputs
+            assert stored is not None and own.entry_rope is not None
+            entry = parts.entry.apply(backend, x, index, stored, 0)
+            entry = backend.rms_norm(entry, parts.entry_norm, self.spec.norm_eps)
+            k = backend.join(k, backend.rope(entry, 1, own.entry_rope))
+        y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
+        y = backend.rope(y, shape.num_heads, own.output_rope)
+        return weights.output.apply(backend, backend.grouped_linear(y, parts.parts))
+
     def _attend(
         self,
         backend: Backend,
@@ -1061,7 +1112,7 @@ class Network:
         indexer selects; `inputs` are those of the query matrix."""
         shape, indexer = spec.attention, weights.indexer
         assert shape is not None
-        if shape.top_k is None:
+        if not shape.is_selected:
             return backend.attention(q, *keys_values, index, shape, weights.sinks, biases)
         self._store(backend, x, keys_values, spec, weights, index)
         if spec.indexer is None or indexer is None:
@@ -1089,12 +1140,19 @@ class Network:
         assert spec.attention is not None
         key, indexer = None, weights.indexer
         if spec.indexer is not None and indexer is not None:
-            key, eps = indexer.key.apply(backend, x), spec.indexer.norm_eps
+            rope, eps = spec.rope, spec.indexer.norm_eps
+            if isinstance(indexer.key, Linear):
+                key = indexer.key.apply(backend, x)
+            else:  # of an entry, which is stored behind the layer's own
+                stored, own = spec.stored_inputs, spec.shared_key
+                assert stored is not None and own is not None
+                first = stored.width - 2 * (1 + own.has_overlap) * spec.indexer.head_dim
+                key, rope = indexer.key.apply(backend, x, index, stored, first), own.entry_rope
             if indexer.norm_bias is None:
                 key = backend.rms_norm(key, indexer.norm, eps)
             else:
                 key = backend.layer_norm(key, indexer.norm, indexer.norm_bias, eps)
-            key = key if spec.rope is None else backend.rope(key, 1, spec.rope)
+            key = key if rope is None else backend.rope(key, 1, rope)
         backend.store(*keys_values, index, spec.attention, key)
 
     def _positioned(
@@ -1368,7 +1426,7 @@ def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> Non
 
 
 def _check_streams(spec: ModelSpec, weights: StreamProjections | None) -> None:
-    if (weights is not None) != (spec.num_streams > 1):
+    if (weights is not None) != (spec.num_streams > 1 and spec.hyper is None):
         raise CheckpointError("only one of the spec and the weights has streams")
     if weights is None:
         return
@@ -1383,9 +1441,17 @@ def _check_streams(spec: ModelSpec, weights: StreamProjections | None) -> None:
             _check_linear(f"a {name} projection of streams", linear, shape)
 
 
+def _check_hyper(prefix: str, spec: ModelSpec, weights: HyperWeights | None, rows: int) -> None:
+    if (weights is None) != (spec.hyper is None):
+        raise CheckpointError("only one of the spec and the weights has hyper-connections")
+    if weights is not None:
+        shape = rows, spec.num_streams * spec.hidden_size
+        _check_linear(f"{prefix}hyper-connections", weights.projection, shape)
+
+
 def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | None) -> None:
     count, hidden = spec.num_streams, spec.hidden_size
-    if (weights is not None) != (count > 1):
+    if (weights is not None) != (count > 1 and spec.hyper is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has streams")
     if weights is None:
         return
@@ -1444,6 +1510,13 @@ def _check_attention(
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
         _check_latent(prefix, spec.latent, shape, layer.latent)
+    if (spec.shared_key is None) != (layer.shared_key is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a shared key")
+    if spec.shared_key is not None and layer.shared_key is not None:
+        own = spec.shared_key
+        sizes["output"] = hidden, own.output_groups * own.output_rank
+        _check_shared_key(prefix, shape, own, layer.shared_key, width)
+        _check_vector(f"{prefix}the key's norm", layer.key_norm, dim)
     _check_indexer(prefix, spec, layer.indexer, width)
     has_own_keys = spec.cache_layer is None
     if not has_own_keys:
@@ -1487,6 +1560,36 @@ def _check_attention(
         _check_linear(f"{prefix}attention_gate", layer.attention_gate, (num_gates, width))
 
 
+def _check_shared_key(
+    prefix: str, shape: Attention, spec: SharedKeySpec, weights: SharedKeyWeights, width: int
+) -> None:
+    size = spec.output_rank, shape.num_heads // spec.output_groups * shape.head_dim
+    if len(weights.parts) != spec.output_groups:
+        raise CheckpointError(f"{prefix}{len(weights.parts)} groups of heads have a matrix")
+    for weight in weights.parts:
+        _check_matrix(f"{prefix}a group's output", weight, size)
+    if (weights.entry is None) != (shape.entry_size is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has entries")
+    if weights.entry is not None:
+        _check_vector(f"{prefix}the norm of entries", weights.entry_norm, shape.head_dim)
+        _check_entry(prefix, shape, spec, weights.entry, (shape.head_dim, width))
+
+
+def _check_entry(
+    prefix: str,
+    shape: Attention,
+    spec: SharedKeySpec,
+    weights: EntryWeights,
+    size: tuple[int, int],
+) -> None:
+    (numbers, width), groups = size, 1 + spec.has_overlap
+    for name in ("values", "gates"):
+        linear = getattr(weights, name)
+        _check_linear(f"{prefix}the {name} of entries", linear, (groups * numbers, width))
+    count = (shape.entry_size or 0) * groups * numbers
+    _check_vector(f"{prefix}the biases of entries", weights.bias.ravel(), count)
+
+
 def _check_query(prefix: str, spec: LowRankQuery | None, layer: LayerWeights, width: int) -> None:
     if (spec is None) != (layer.query_down is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has low-rank queries")
@@ -1525,12 +1628,16 @@ def _check_indexer(
     heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
     inner = width if spec.low_rank_query is None else spec.low_rank_query.rank
     _check_linear(f"{prefix}the indexer's query", weights.query, (heads * dim, inner))
-    _check_linear(f"{prefix}the indexer's key", weights.key, (dim, width))
+    if isinstance(weights.key, Linear):
+        _check_linear(f"{prefix}the indexer's key", weights.key, (dim, width))
+    else:
+        assert spec.attention is not None and spec.shared_key is not None
+        _check_entry(prefix, spec.attention, spec.shared_key, weights.key, (dim, width))
     vectors = [weights.norm]
     if spec.indexer.has_weights:
-        assert weights.weights is not None and weights.norm_bias is not None
+        assert weights.weights is not None
         _check_linear(f"{prefix}the indexer's weights", weights.weights, (heads, width))
-        vectors.append(weights.norm_bias)
+        vectors += [] if weights.norm_bias is None else [weights.norm_bias]
     else:
         assert weights.query_norm is not None
         vectors.append(weights.query_norm)

@@ -35,6 +35,10 @@ from anydecode.models.limits import (
 #: Maximum number of heads of a drafter with one head per drafted token.
 MAX_STEPS = 32
 
+#: Maximum number of positions that an entry stands for, and of kinds of layers whose rows attend
+#: to entries or selected positions.
+MAX_ENTRY, MAX_SELECTIONS = 256, 4
+
 #: The architecture of drafters that are an early exit of their target.
 EARLY_EXIT = "EarlyExit"
 #: That of drafters of Chimera.
@@ -143,6 +147,44 @@ class IndexerSpec:
     has_weights: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class SharedKeySpec:
+    """Attention whose heads share one key, which is their value too (DeepSeek-V4).
+
+    Its output is rotated back by the position of its row, so that it depends on distances alone.
+    With `Attention.entry_size`, rows also attend to entries, each of which is made of the inputs at
+    several positions (`Backend.pool`) and has the rotary position embedding of the first of them.
+    So have the keys of an indexer of entries.
+
+    Attributes:
+        output_groups: Equal groups of heads, whose outputs are multiplied by a matrix of their own
+            before the output matrix.
+        output_rank: Numbers of the product of a group.
+        output_rope: The rotary position embedding of the output.
+        entry_rope: That of entries; None without entries.
+        has_overlap: Whether an entry is also made of the positions of the entry before.
+    """
+
+    output_groups: int
+    output_rank: int
+    output_rope: Rope
+    entry_rope: Rope | None = None
+    has_overlap: bool = False
+
+
+@dataclass(frozen=True)
+class HyperSpec:
+    """The hyper-connections of a model, see `models/hyper.py`.
+
+    Attributes:
+        iterations: How often the columns of the matrices that mix streams are balanced.
+        eps: Added to numbers and sums.
+    """
+
+    iterations: int
+    eps: float
+
+
 @dataclass(frozen=True)
 class LowRankQuery:
     """Queries that are the product of two matrices with an RMS norm in between: those of multi-head
@@ -209,6 +251,8 @@ class LayerSpec:
         indexer: The indexer that selects the positions to attend to; None: if `Attention.top_k` is
             set, they are those that an earlier layer has selected (GLM-5.2).
         low_rank_query: The product of which the queries are made; None for one matrix.
+        shared_key: What attention has whose heads share one key as their value; None for other
+            attention. Norms of queries have no weights then ("plain"), that of the key has.
         cache_layer: The earlier layer to whose keys and values the attention attends (Gemma 4); the
             layer has none of its own then, and stores nothing. None: its own.
         has_value: Whether there is a value matrix; without one, values are the keys before their
@@ -257,6 +301,7 @@ class LayerSpec:
     latent: LatentSpec | None = None
     indexer: IndexerSpec | None = None
     low_rank_query: LowRankQuery | None = None
+    shared_key: SharedKeySpec | None = None
     cache_layer: int | None = None
     has_value: bool = True
     has_value_norm: bool = False
@@ -285,6 +330,17 @@ class LayerSpec:
         """Whether the layer stores keys and values, or inputs of a recurrence."""
         has_keys = self.attention is not None and self.cache_layer is None
         return has_keys or self.recurrence is not None
+
+    @property
+    def stored_inputs(self) -> Recurrence | None:
+        """The shape of the inputs that the layer stores beside keys and values: those of a
+        recurrence or of entries."""
+        shape, own = self.attention, self.shared_key
+        if own is None or shape is None or shape.entry_size is None:
+            return None if self.recurrence is None else self.recurrence.shape
+        groups = 1 + own.has_overlap
+        numbers = 2 * groups * (shape.head_dim + (shape.index_dim or 0))
+        return Recurrence("pool", numbers, groups * shape.entry_size)
 
     @property
     def query_dim(self) -> int:
@@ -465,6 +521,9 @@ class ModelSpec:
     # Streams of hidden states (Gemma 3n, see `models/streams.py`), and the one that layers compute.
     num_streams: int = 1
     active_stream: int = 0
+    # The hyper-connections of these streams (DeepSeek-V4, see `models/hyper.py`); None: they have
+    # none, and are those of Gemma 3n.
+    hyper: HyperSpec | None = None
     memory_size: int = 0  # numbers of a memory that follows the hidden state (SambaY, RemeDi)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
@@ -490,7 +549,9 @@ class ModelSpec:
         streams = integer("num_streams", self.num_streams, 1, MAX_STREAMS)
         integer("hidden_size * num_streams", self.hidden_size * streams)
         integer("active_stream", self.active_stream, 0, streams - 1)
-        if streams > 1:
+        if self.hyper is not None:
+            _check_hyper(self, self.hyper)
+        elif streams > 1:
             _check_streams(self)
         integer("memory_size", self.memory_size, 0)
         integer("hidden_size + memory_size", self.hidden_size + self.memory_size)
@@ -530,6 +591,9 @@ class ModelSpec:
             _check_selection(f"layer {index}: ", self.layers, index)
             if size and not isinstance(layer.activation, str):
                 raise ConfigError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
+        shapes = [x.attention for x in self.layers if x.attention and x.attention.is_selected]
+        kinds = {(x.top_k, x.index_block, x.entry_size, x.window) for x in shapes}
+        integer("kinds of layers with selected positions", len(kinds), 0, MAX_SELECTIONS)
         num_experts = sum(layer.num_experts for layer in self.layers)
         integer("the number of experts of all layers", num_experts, 0, MAX_EXPERTS)
 
@@ -565,6 +629,12 @@ class ModelSpec:
         is_whole = self.per_layer_size or self.starts_from_states or self.shares_selections
         return not (self.extra_width or is_whole)
 
+    @property
+    def starts_at_first_layer(self) -> bool:
+        """Whether a row whose input is a hidden state cannot start at a later layer."""
+        has_more = self.per_layer_size > 0 or self.memory_size > 0 or self.hyper is not None
+        return has_more or self.shares_selections
+
     @cached_property
     def shares_selections(self) -> bool:
         """Whether layers attend to the positions that an earlier layer has selected."""
@@ -588,9 +658,9 @@ class ModelSpec:
 
     @property
     def recurrences(self) -> dict[int, Recurrence]:
-        """The recurrence of each layer that has one."""
-        specs = {index: layer.recurrence for index, layer in enumerate(self.layers)}
-        return {index: spec.shape for index, spec in specs.items() if spec is not None}
+        """The recurrence of each layer that has one, or entries, whose inputs are stored too."""
+        shapes = {index: layer.stored_inputs for index, layer in enumerate(self.layers)}
+        return {index: shape for index, shape in shapes.items() if shape is not None}
 
 
 def _check_memory(spec: ModelSpec) -> None:
@@ -631,6 +701,22 @@ def _check_streams(spec: ModelSpec) -> None:
         raise ConfigError("streams need embeddings of tokens in every layer")
 
 
+def _check_hyper(spec: ModelSpec, hyper: HyperSpec) -> None:
+    """Layers with hyper-connections are attention and an MLP, normed before."""
+    integer("the number of streams", spec.num_streams, 2, MAX_STREAMS)
+    integer("hc_sinkhorn_iters", hyper.iterations, 1, MAX_COUNT)
+    number("hc_eps", hyper.eps, 0.0, 1.0)
+    for index, layer in enumerate(spec.layers):
+        is_plain = layer.attention is not None and layer.recurrence is None and not layer.has_scale
+        if not is_plain or layer.norms != "pre" or layer.mlp == "none" or layer.is_parallel:
+            raise ConfigError(
+                f"layer {index}: hyper-connections need attention and an MLP, normed before"
+            )
+    others = (spec.per_layer_size, spec.memory_size, spec.has_position_table)
+    if any(others) or spec.residual_scale != 1.0:
+        raise ConfigError("hyper-connections are without other embeddings, memories and scales")
+
+
 def _check_states(states: StateSpec, hidden_size: int) -> None:
     integer("target_size", states.target_size)
     for tap in states.taps:
@@ -659,13 +745,15 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         _check_selected(prefix, layer, layer.attention)
     if layer.recurrence is not None:
         _check_recurrence(prefix, layer.recurrence)
-    if layer.latent is not None or (layer.attention and layer.attention.latent_dim is not None):
+    if layer.shared_key is not None:
+        _check_shared_key(prefix, layer, layer.shared_key)
+    elif layer.latent is not None or (layer.attention and layer.attention.latent_dim is not None):
         _check_latent(prefix, layer)
     for rope in (layer.rope, layer.query_rope):
         if rope is not None:
             head_dim = 0 if layer.attention is None else layer.attention.head_dim
-            if layer.attention is not None and layer.attention.latent_dim is not None:
-                head_dim -= layer.attention.latent_dim
+            if layer.attention is not None and layer.latent is not None:
+                head_dim -= layer.attention.value_dim
             _check_rope(prefix, rope, head_dim)
     choices = {
         "norms": ("pre", "post", "both", "sum", "stream"),
@@ -780,8 +868,8 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if routing is None:
         return
     used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
-    if routing.scoring not in ("softmax", "sigmoid", "given", "sparsemixer"):
-        allowed = "softmax, sigmoid, given or sparsemixer"
+    if routing.scoring not in ("softmax", "sigmoid", "sqrtsoftplus", "given", "sparsemixer"):
+        allowed = "softmax, sigmoid, sqrtsoftplus, given or sparsemixer"
         raise refusal(f"{prefix}scoring", routing.scoring, allowed)
     if routing.scoring == "given" and (used != count or routing.scales_inputs):
         raise refusal(f"{prefix}experts_per_token", used, f"{count} with given weights")
@@ -855,6 +943,30 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
             raise refusal(f"{prefix}{name}", getattr(layer, name), "unset with latent attention")
 
 
+def _check_shared_key(prefix: str, layer: LayerSpec, spec: SharedKeySpec) -> None:
+    shape = layer.attention
+    if shape is None or shape.latent_dim != shape.head_dim or layer.low_rank_query is None:
+        raise ConfigError(f"{prefix}a shared key needs attention with low-rank queries")
+    integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, 1)
+    integer(f"{prefix}output_rank", spec.output_rank)
+    groups = integer(f"{prefix}o_groups", spec.output_groups, 1, shape.num_heads)
+    if shape.num_heads % groups:
+        raise refusal(f"{prefix}o_groups", groups, f"a divisor of the {shape.num_heads} heads")
+    integer(f"{prefix}o_groups * output_rank", groups * spec.output_rank)
+    names = ("latent", "attention_gate", "norm_after_rope", "has_value_norm", "qkv_limit")
+    if any(getattr(layer, name) for name in names) or layer.qk_norm != "plain" or layer.has_value:
+        raise ConfigError(f"{prefix}a shared key has a norm, and neither a gate nor a limit")
+    _check_rope(prefix, spec.output_rope, shape.head_dim)
+    if shape.entry_size is None:
+        if shape.top_k is not None or spec.has_overlap:
+            raise ConfigError(f"{prefix}there are no entries to select")
+        return
+    integer(f"{prefix}entry_size", shape.entry_size, 1, MAX_ENTRY)
+    if shape.window is None or spec.entry_rope is None:
+        raise ConfigError(f"{prefix}entries lack one of a window and a rotary embedding")
+    _check_rope(prefix, spec.entry_rope, shape.head_dim)
+
+
 def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
     """Check attention to selected positions."""
     if shape.top_k is not None:
@@ -867,7 +979,8 @@ def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
         if shape.num_kv_heads % count:
             allowed = f"a divisor of the {shape.num_kv_heads} key heads"
             raise refusal(f"{prefix}num_selections", count, allowed)
-        others = (shape.window, shape.chunk, shape.slopes, layer.cache_layer)
+        window = None if layer.shared_key is not None else shape.window
+        others = (window, shape.chunk, shape.slopes, layer.cache_layer)
         has_others = any(other is not None for other in others) or layer.is_differential
         if has_others or layer.bias_reach or layer.has_relative_positions:
             raise ConfigError(
@@ -893,7 +1006,7 @@ def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: A
     if indexer.head_dim % 8 or shape.index_dim != indexer.head_dim:
         allowed = f"a multiple of 8, and index_dim ({shape.index_dim})"
         raise refusal(f"{prefix}the indexer's head_dim", indexer.head_dim, allowed)
-    if layer.latent is None and indexer.head_dim > shape.head_dim:
+    if shape.latent_dim is None and indexer.head_dim > shape.head_dim:
         allowed = f"at most {shape.head_dim}, the numbers of a head"
         raise refusal(f"{prefix}the indexer's head_dim", indexer.head_dim, allowed)
     if layer.rope is not None:

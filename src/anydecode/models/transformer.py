@@ -472,7 +472,7 @@ class Transformer:
         ):
             raise InvalidRequestError(f"layer ranges must lie within 0 and {num_layers}")
         spec = self.spec
-        if (spec.per_layer_size or spec.memory_size or spec.shares_selections) and any(start):
+        if spec.starts_at_first_layer and any(start):
             raise late_start_error(self.name)
         for depth, index in output_spec.hidden.items():
             if (rows.start[index] > depth).any() or (rows.stop[index] < depth).any():

@@ -66,14 +66,25 @@ static void drop_groups(int count, const Routing *routing, float *choice, float 
       for (int e = g * each; e < (g + 1) * each; e++) choice[e] = -INFINITY;
 }
 
+/* The root of softplus. */
+INLINE f8 f8_root_softplus(f8 x) {
+  float v[8];
+  f8_store(v, f8_softplus(x));
+  for (int i = 0; i < 8; i++) v[i] = sqrtf(v[i]);
+  return f8_load(v);
+}
+
 /* The scores of one row's experts in float32; softmax scores are divided by the result. */
-static float expert_scores(const float *router, int count, int is_sigmoid, float *score) {
+static float expert_scores(const float *router, int count, const Routing *routing, float *score) {
+  int is_sigmoid = routing->is_sigmoid;
   float max = router[0], sum = 0.0f;
   for (int e = 1; e < count; e++) max = router[e] > max ? router[e] : max;
   for (int e = 0; e < count; e += 8) {
     f8 x = f8_load_part(router + e, count - e);
-    f8_store_part(score + e, is_sigmoid ? f8_sigmoid(x) : f8_exp(f8_sub(x, f8_set(max))),
-                  count - e);
+    f8 y = routing->is_root ? f8_root_softplus(x)
+           : is_sigmoid     ? f8_sigmoid(x)
+                            : f8_exp(f8_sub(x, f8_set(max)));
+    f8_store_part(score + e, y, count - e);
   }
   for (int e = 0; e < count; e++) sum += score[e];
   return is_sigmoid ? 1.0f : sum;
@@ -136,7 +147,7 @@ static void route_given(const Op *op, const float *router, int32_t *expert, floa
  * result. */
 static float choice_scores(const Op *op, const float *router, const ExpertScratch *scratch) {
   const Routing *routing = op->routing;
-  float *score = scratch->score, sum = expert_scores(router, op->count, routing->is_sigmoid, score);
+  float *score = scratch->score, sum = expert_scores(router, op->count, routing, score);
   const float *bias = routing->selection_bias;
   int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
   int has_scores = is_by_score || bias || routing->num_groups > 1;
@@ -168,9 +179,21 @@ static void choose_for_block(const Op *op, const float *router, int first, int l
   memcpy(block, choice, (size_t)count * 4);
 }
 
+/* The experts of a token, in order of id. */
+static void list_experts(const Op *op, int32_t token, int32_t *expert) {
+  const Routing *routing = op->routing;
+  int32_t row = token < 0 || token >= routing->num_tokens ? 0 : token;
+  const int32_t *experts = routing->token_experts + (int64_t)row * op->groups;
+  for (int i = 0; i < op->groups; i++) {
+    int at = i;
+    for (; at > 0 && expert[at - 1] > experts[i]; at--) expert[at] = expert[at - 1];
+    expert[at] = experts[i];
+  }
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
-static void route(const Op *op, const float *router, const ExpertScratch *scratch, int32_t *expert,
-                  float *weight) {
+static void route(const Op *op, const float *router, int32_t token, const ExpertScratch *scratch,
+                  int32_t *expert, float *weight) {
   const Routing *routing = op->routing;
   int count = op->count, top = op->groups, chosen = 0;
   float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
@@ -185,6 +208,13 @@ static void route(const Op *op, const float *router, const ExpertScratch *scratc
   float sum = choice_scores(op, router, scratch);
   for (int e = 0; e < count && routing->block_experts; e++) choice[e] += scratch->block[e];
   if (routing->num_groups > 1) drop_groups(count, routing, choice, scratch->group);
+  if (routing->token_experts) {
+    list_experts(op, token, expert);
+    for (; chosen < top; chosen++) {
+      weight[chosen] = score[expert[chosen]] / sum;
+      chosen_sum += weight[chosen];
+    }
+  }
   for (int e = 0; e < count && chosen < top; e++) {
     if (!is_among_largest(choice, count, e, top)) continue;
     expert[chosen] = e;
@@ -273,8 +303,8 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
           while (++stop < n && see_the_same(pass, r, stop)) {}
           choose_for_block(op, router, r, stop, &scratch);
         }
-        route(op, router + (int64_t)r * op->count, &scratch, scratch.expert + r * op->groups,
-              scratch.weight + r * op->groups);
+        route(op, router + (int64_t)r * op->count, pass->tokens[r], &scratch,
+              scratch.expert + r * op->groups, scratch.weight + r * op->groups);
       }
       assign_slots(op, n, &scratch);
       break;

@@ -8,6 +8,7 @@
 #include "sample.h"
 #include "plan.h"
 #include "pointwise.h"
+#include "pooling.h"
 #include "recurrence.h"
 #include "repack.h"
 #include "selection.h"
@@ -147,12 +148,12 @@ static void run_row(const Step *s, int r) {
       break;
     case OP_MERGE: merge_row(s->plan, op, r, out + from); break;
     case OP_ROPE_TABLE:
-      rope_table(s->pass->positions[r], op->weight, op->count, op->x, op->y, op->window,
+      rope_table(s->pass->positions[r] + op->chunk, op->weight, op->count, op->x, op->y, op->window,
                  op->groups, out + r * 2 * op->count);
       break;
     case OP_ROPE:
-      rope(a + from, op->heads, op->head_dim, b + (int64_t)r * 2 * op->count, op->count,
-           out + from);
+      (op->groups ? rope_pairs : rope)(a + from, op->heads, op->head_dim,
+                                       b + (int64_t)r * 2 * op->count, op->count, out + from);
       break;
     case OP_STORE: {
       const float *v = b ? b + (int64_t)r * op->kv_heads * op->value_dim : NULL;
@@ -178,6 +179,11 @@ static void run_row(const Step *s, int r) {
     case OP_BLOCK_CONVOLVE:
       block_convolve(op, s->pass->tokens, r, a, b + (int64_t)r * op->count * op->groups,
                      out + from);
+      break;
+    case OP_POOL: pool_row(s->pass, op, r, out + to); break;
+    case OP_HYPER: hyper_factors(a + from, op->width, op->groups, op->count, op->x, out + to); break;
+    case OP_COLLAPSE:
+      collapse(a + from, b + (int64_t)r * op->groups, op->width, op->groups, out + to);
       break;
     case OP_SPREAD:
       spread(a + from, op->weight ? op->weight : b + (int64_t)r * op->groups, op->width,
@@ -273,7 +279,7 @@ static void run(const Plan *plan, int number, int part, int thread) {
     if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
     if (s.op->code == OP_GROUPED_LINEAR) parts = grouped_parts(s.op, s.n, plan->threads);
     if (s.op->code == OP_SCAN) parts = s.op->recurrence->heads;
-    if (s.op->code == OP_INDEX) parts = index_parts(plan);
+    if (s.op->code == OP_INDEX) parts = index_parts(plan, s.op);
     if (part < parts) {
       if (s.op->code == OP_LINEAR) run_linear(&s, part);
       else if (s.op->code == OP_GROUPED_LINEAR) run_grouped_linear(&s, part);

@@ -29,14 +29,18 @@ enum Code {
   OP_SCAN, OP_GROUPED_LINEAR, OP_SPLIT, OP_JOIN, OP_TOKEN_ROW,
   OP_CLAMP, OP_MULTIPLY, OP_CUT_OFF, OP_MATCH_MAGNITUDE, OP_MIX, OP_SPREAD,
   OP_SHIFT, OP_STORED, OP_BLOCK_CONVOLVE, OP_INDEX, OP_SELECT,
-  OP_STORE_INDEX
+  OP_STORE_INDEX, OP_POOL, OP_HYPER, OP_COLLAPSE
 };
 
 /* interface.py: RULES */
 enum Rule {
-  RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU, RULE_KDA, RULE_RETENTION
+  RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU, RULE_KDA, RULE_RETENTION,
+  RULE_POOL
 };
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
+enum { MAX_POOL = 512 };  /* positions that an entry reads */
+enum { MAX_STREAMS = 64 };
+enum { MAX_SELECTIONS = 4 }; /* kinds of layers with selections */
 enum { MAX_BRANCH_STATES = 16 }; /* see kernels/recurrent.py */
 
 /* The buffer of a value: an offset into the workspace, in floats per row, or one of these. */
@@ -66,6 +70,7 @@ typedef struct {
   const float *bias[3];        /* of gate, up and down: [experts, out_features]; NULL: none */
   const float *selection_bias; /* [experts], added to the scores for the choice; NULL: none */
   const float *factors;        /* [experts], of their weights; NULL: none */
+  const int32_t *token_experts; /* [num_tokens, experts per row], by token; NULL: they are chosen */
   int32_t normalise, is_sigmoid, num_groups, groups_per_row;
   float scale;
   int32_t scores_per_group; /* whose sum is a group's score: 1 or 2 */
@@ -74,6 +79,8 @@ typedef struct {
   int32_t is_plain;         /* whether experts have no gate: "gate" and "up" are the same matrix */
   float jitter;             /* of the scoring "sparsemixer"; negative with another */
   int32_t block_experts;    /* experts that rows which see the same may choose from; 0: all */
+  int32_t is_root; /* whether scores are roots of softplus, not sigmoids; with is_sigmoid */
+  int32_t num_tokens;
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */
@@ -99,6 +106,8 @@ typedef struct {
   int32_t top_k;        /* positions that each row attends to (selection.h); 0: all that it sees */
   int32_t index_dim;    /* numbers of an indexer's key, stored after the heads' values; 0: none */
   int32_t block, num_local; /* positions are selected in blocks, of which the last ones always */
+  int32_t entry;     /* positions of an entry, which is the second key head of the last one; 0: none */
+  int32_t selection; /* the kind of selection, from 1 on; 0: a row attends to what it sees */
   float x, y;
   const Matrix *matrix;
   const float *weight;
@@ -281,18 +290,19 @@ typedef struct Plan {
   int tile_rows; /* of the largest tile */
   int groups; /* tables from `first_selected` on are as many in a row, for equal parts of key heads */
   int32_t first_selected;
-  Selection *selection; /* NULL: no row sees more positions than it attends to */
+  Selection *selections[MAX_SELECTIONS]; /* by kind; NULL: no row has a table of its own */
 } Plan;
 
-/* Of a pass with rows that see more positions than they attend to: see selection.h. */
+/* Of a pass with rows that attend to other positions than they see: see selection.h. */
 struct Selection {
-  Plan plan; /* of attention: the tables of these rows have the slots of the selected positions */
-  int32_t *rows;    /* [num_rows], ascending */
-  int32_t *number;  /* of each row of the pass: its index in `rows`, or -1 */
-  int32_t *slots;   /* [num_rows, groups, top_k] */
+  Plan plan; /* of attention: the tables of these rows have the slots that they attend to */
+  int32_t *number; /* of each row of the pass: that of its own table, or -1 */
+  int32_t *rows;   /* [num_rows], ascending: those that some positions are selected for */
+  int32_t *scored; /* of each row of the pass: its index in `rows`, or -1 */
+  int32_t *slots;  /* [tables, groups, stride] */
   /* [num_rows * groups or threads, longest]: the scores, as integers of the same order */
   uint32_t *orders;
-  int64_t longest;
+  int64_t longest, stride;
   int num_rows, top_k, groups;
   int is_by_row; /* whether a part of OP_INDEX is a row, not some positions of one */
 };

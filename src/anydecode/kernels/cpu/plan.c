@@ -79,70 +79,95 @@ static void plan_selected_tiles(const Plan *plan, const Selection *selection, Pl
   to->num_tiles = tiles;
 }
 
-/* Find the rows that see more positions than they attend to, and plan their attention. Returns 0
- * where memory is short. */
-static int plan_selection(Plan *plan) {
-  static _Thread_local Buffer rows, tables, slots, orders;
-  static _Thread_local Selection selection;
-  static _Thread_local Pass selected;
+/* The length of the table that row r has of its own for a selection: it has the entries that the row
+ * attends to, and then the positions of its window, or the selected positions. 0: none. */
+static int32_t own_length(const Pass *pass, const Op *op, int r) {
+  int32_t count = num_candidates(pass, op, r), begin = row_begin(pass, op, r);
+  int is_scored = op->top_k && count > op->top_k;
+  count = is_scored ? op->top_k : count;
+  if (!op->entry) return is_scored ? count : 0;
+  return count + seen_positions(pass, r) - (begin > 0 ? begin : 0);
+}
+
+/* Plan the attention of the layers whose selection is of the kind of an OP_SELECT, if a row has a
+ * table of its own. Returns 0 where memory is short. */
+static int plan_selection(Plan *plan, const Op *op) {
+  static _Thread_local Buffer buffers[MAX_SELECTIONS][4];
+  static _Thread_local Selection selections[MAX_SELECTIONS];
+  static _Thread_local Pass passes[MAX_SELECTIONS];
   const Pass *pass = plan->pass;
+  int kind = op->selection - 1, groups = op->groups, num_own = 0, num_scored = 0;
+  Buffer *rows = buffers[kind], *tables = rows + 1, *slots = rows + 2, *orders = rows + 3;
+  Selection *selection = &selections[kind];
+  Pass *selected = &passes[kind];
   size_t count = (size_t)pass->num_rows, num_tables = (size_t)pass->num_tables;
-  int top_k = 0, groups = 1, num_rows = 0;
-  int64_t longest = 0;
-  for (int i = pass->first; i < pass->last && !top_k; i++) {
-    if (pass->ops[i].code != OP_SELECT) continue;
-    top_k = pass->ops[i].top_k;
-    groups = pass->ops[i].groups;
+  int64_t longest = 0, stride = 0;
+  for (int r = 0; r < pass->num_rows; r++) {
+    int32_t length = own_length(pass, op, r), candidates = num_candidates(pass, op, r);
+    num_own += length > 0;
+    stride = length > stride ? length : stride;
+    if (!op->top_k || candidates <= op->top_k) continue;
+    num_scored++;
+    longest = candidates > longest ? candidates : longest;
   }
-  for (int r = 0; r < pass->num_rows && top_k; r++) {
-    int32_t seen = seen_positions(pass, r);
-    num_rows += seen > top_k;
-    longest = seen > longest ? seen : longest;
-  }
-  if (!num_rows) return 1;
-  int is_by_row = plan->threads == 1 || num_rows >= 2 * plan->threads;
-  size_t num_selections = (size_t)num_rows * (size_t)groups;
-  size_t num_orders = (size_t)longest * (is_by_row ? (size_t)plan->threads : num_selections);
-  if (!grow(&rows, (8 * count + 1) * 4) || !grow(&tables, (count + num_tables) * 16) ||
-      !grow(&slots, num_selections * (size_t)top_k * 4) || !grow(&orders, num_orders * 4))
+  if (!num_own) return 1;
+  int is_by_row = plan->threads == 1 || num_scored >= 2 * plan->threads;
+  size_t num_orders = is_by_row ? (size_t)plan->threads : (size_t)num_scored * (size_t)groups;
+  size_t num_slots = (size_t)num_own * (size_t)groups * (size_t)stride;
+  if (!grow(rows, (9 * count + 1) * 4) || !grow(tables, (count + num_tables) * 16) ||
+      !grow(slots, num_slots * 4) || !grow(orders, num_orders * (size_t)longest * 4))
     return 0;
-  int32_t *ints = rows.data;
-  const int32_t **slot_tables = tables.data;
+  int32_t *ints = rows->data;
+  const int32_t **slot_tables = tables->data;
   int64_t *strides = (int64_t *)(slot_tables + count + num_tables);
-  selection = (Selection){.rows = ints, .number = ints + count, .slots = slots.data,
-                          .orders = orders.data, .longest = longest, .num_rows = num_rows,
-                          .top_k = top_k, .groups = groups, .is_by_row = is_by_row};
-  int32_t *table = ints + 2 * count, *prefix = table + count, *tail_length = prefix + count;
-  selected = *pass;
-  selected.tables = slot_tables;
-  selected.table_stride = strides;
-  selected.table = table;
-  selected.prefix = prefix;
-  selected.tail_length = tail_length;
+  *selection = (Selection){.rows = ints, .number = ints + count, .scored = ints + 2 * count,
+                           .slots = slots->data, .orders = orders->data, .longest = longest,
+                           .stride = stride, .num_rows = num_scored, .top_k = op->top_k,
+                           .groups = groups, .is_by_row = is_by_row};
+  int32_t *table = ints + 3 * count, *prefix = table + count, *tail_length = prefix + count;
+  *selected = *pass;
+  selected->tables = slot_tables;
+  selected->table_stride = strides;
+  selected->table = table;
+  selected->prefix = prefix;
+  selected->tail_length = tail_length;
   for (size_t i = 0; i < num_tables; i++) {
     slot_tables[i] = pass->tables[i];
     strides[i] = pass->table_stride[i];
   }
-  for (int r = 0, number = 0; r < pass->num_rows; r++) {
-    int is_selected = seen_positions(pass, r) > top_k;
-    selection.number[r] = is_selected ? number : -1;
-    table[r] = is_selected ? (int32_t)num_tables + number : pass->table[r];
-    prefix[r] = is_selected ? top_k : pass->prefix[r];
-    tail_length[r] = is_selected ? 0 : pass->tail_length[r];
-    if (!is_selected) continue;
-    slot_tables[num_tables + (size_t)number] = selection.slots + (int64_t)number * groups * top_k;
-    strides[num_tables + (size_t)number] = 0;
-    selection.rows[number++] = r;
+  for (int r = 0, number = 0, scored = 0; r < pass->num_rows; r++) {
+    int32_t length = own_length(pass, op, r);
+    int is_scored = op->top_k && num_candidates(pass, op, r) > op->top_k;
+    selection->number[r] = length ? number : -1;
+    selection->scored[r] = is_scored ? scored : -1;
+    if (is_scored) selection->rows[scored++] = r;
+    table[r] = length ? (int32_t)num_tables + number : pass->table[r];
+    prefix[r] = length ? length : pass->prefix[r];
+    tail_length[r] = length ? 0 : pass->tail_length[r];
+    if (!length) continue;
+    slot_tables[num_tables + (size_t)number] = selection->slots + number * groups * stride;
+    strides[num_tables + (size_t)number++] = 0;
   }
-  selection.plan = *plan;
-  selection.plan.pass = &selected;
-  selection.plan.groups = groups;
-  selection.plan.first_selected = (int32_t)num_tables;
-  selection.plan.tile_start = ints + 5 * count;
-  selection.plan.tile_of = ints + 6 * count + 1;
-  selection.plan.shared = ints + 7 * count + 1;
-  plan_selected_tiles(plan, &selection, &selection.plan);
-  plan->selection = &selection;
+  selection->plan = *plan;
+  selection->plan.pass = selected;
+  selection->plan.groups = groups;
+  selection->plan.first_selected = (int32_t)num_tables;
+  selection->plan.tile_start = ints + 6 * count;
+  selection->plan.tile_of = ints + 7 * count + 1;
+  selection->plan.shared = ints + 8 * count + 1;
+  plan_selected_tiles(plan, selection, &selection->plan);
+  plan->selections[kind] = selection;
+  return 1;
+}
+
+/* Plan the attention of all selections. Returns 0 where memory is short. */
+static int plan_selections(Plan *plan) {
+  int is_planned[MAX_SELECTIONS] = {0};
+  for (int i = plan->pass->first; i < plan->pass->last; i++) {
+    const Op *op = plan->pass->ops + i;
+    if (op->code != OP_SELECT || is_planned[op->selection - 1]++) continue;
+    if (!plan_selection(plan, op)) return 0;
+  }
   return 1;
 }
 
@@ -175,7 +200,7 @@ static void close_stage(Plan *plan) {
     if (op->code == OP_LINEAR) parts += linear_parts(op->matrix, stage->rows, plan->threads);
     if (op->code == OP_GROUPED_LINEAR) parts += grouped_parts(op, stage->rows, plan->threads);
     if (op->code == OP_ATTEND) parts += attention_parts(plan, op);
-    if (op->code == OP_INDEX) parts += index_parts(plan);
+    if (op->code == OP_INDEX) parts += index_parts(plan, op);
     if (op->code == OP_SCAN) parts += op->recurrence->heads;
     if (op->code == OP_EXPERTS) parts += stage->phase ? 8 * plan->threads : 1;
   }
@@ -214,7 +239,7 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
                  .groups = 1,
                  .tile_start = tile_start.data, .tile_of = tile_of.data, .shared = shared.data};
   if (pass->first < pass->last) plan_tiles(plan);
-  if (!plan_selection(plan)) return 0;
+  if (!plan_selections(plan)) return 0;
   for (int i = pass->first; i < pass->last; i++) {
     const Op *op = pass->ops + i;
     int64_t needed = op->code == OP_ATTEND ? state_floats(plan, op) : 0;
@@ -222,7 +247,8 @@ int make_plan(const Pass *pass, int threads, Plan *plan) {
   }
   if (!grow(&states, (size_t)floats * 4)) return 0;
   plan->states = states.data;
-  if (plan->selection) plan->selection->plan.states = states.data;
+  for (int i = 0; i < MAX_SELECTIONS; i++)
+    if (plan->selections[i]) plan->selections[i]->plan.states = states.data;
   /* Layers alone read what follows the first op, the embedding. */
   plan_ops(plan, 0, pass->first < pass->last ? pass->num_prologue : 1, pass->num_rows, 0);
   plan_ops(plan, pass->first, pass->last, pass->num_rows, 0);

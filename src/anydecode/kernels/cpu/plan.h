@@ -59,9 +59,15 @@ INLINE int32_t row_begin(const Pass *pass, const Op *op, int r) {
   return op->window ? position - op->window + 1 : 0;
 }
 
+/* The selection of an op; NULL: no row has a table of its own. */
+INLINE const Selection *selection_of(const Plan *plan, const Op *op) {
+  return op->selection ? plan->selections[op->selection - 1] : NULL;
+}
+
 /* The plan of an op of attention. */
 INLINE const Plan *attention_plan(const Plan *plan, const Op *op) {
-  return op->top_k && plan->selection ? &plan->selection->plan : plan;
+  const Selection *selection = selection_of(plan, op);
+  return selection ? &selection->plan : plan;
 }
 
 enum { INDEX_POSITIONS = 512 }; /* whose scores one part of OP_INDEX computes */
@@ -71,18 +77,24 @@ INLINE int32_t seen_positions(const Pass *pass, int r) {
   return pass->prefix[r] + pass->tail_length[r];
 }
 
+/* The positions, or the entries, that row r may attend to. */
+INLINE int32_t num_candidates(const Pass *pass, const Op *op, int r) {
+  int32_t seen = seen_positions(pass, r);
+  return op->entry ? seen / op->entry : seen;
+}
+
 /* Parts of the scores of row r for one selection, if these are divided by positions. */
-INLINE int position_parts(const Pass *pass, int r) {
-  return (seen_positions(pass, r) - 1) / INDEX_POSITIONS + 1;
+INLINE int position_parts(const Pass *pass, const Op *op, int r) {
+  return (num_candidates(pass, op, r) - 1) / INDEX_POSITIONS + 1;
 }
 
 /* Parts of OP_INDEX. */
-INLINE int index_parts(const Plan *plan) {
-  const Selection *selection = plan->selection;
+INLINE int index_parts(const Plan *plan, const Op *op) {
+  const Selection *selection = selection_of(plan, op);
   if (!selection || selection->is_by_row) return selection ? selection->num_rows : 0;
   int parts = 0;
   for (int i = 0; i < selection->num_rows; i++)
-    parts += position_parts(plan->pass, selection->rows[i]) * selection->groups;
+    parts += position_parts(plan->pass, op, selection->rows[i]) * selection->groups;
   return parts;
 }
 

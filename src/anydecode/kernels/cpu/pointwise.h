@@ -80,6 +80,7 @@ static void rope_table(int32_t position, const float *frequencies, int half, flo
   }
 }
 
+/* Rotate numbers i and half + i of each head. */
 static void rope(const float *x, int heads, int head_dim, const float *table, int half,
                  float *out) {
   for (int h = 0; h < heads; h++, x += head_dim, out += head_dim) {
@@ -95,9 +96,23 @@ static void rope(const float *x, int heads, int head_dim, const float *table, in
   }
 }
 
+/* Rotate numbers 2 * i and 2 * i + 1 of the last 2 * half of each head. */
+static void rope_pairs(const float *x, int heads, int head_dim, const float *table, int half,
+                       float *out) {
+  int first = head_dim - 2 * half;
+  for (int h = 0; h < heads; h++, x += head_dim, out += head_dim) {
+    if (out != x) memcpy(out, x, (size_t)first * 4);
+    for (int i = 0; i < half; i++) {
+      float c = table[i], s = table[half + i], a = x[first + 2 * i], b = x[first + 2 * i + 1];
+      out[first + 2 * i] = a * c - b * s;
+      out[first + 2 * i + 1] = b * c + a * s;
+    }
+  }
+}
+
 enum {
   SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU, SOFTPLUS,
-  CAPPED_SWIGLU
+  CAPPED_SWIGLU, LIMITED_SWIGLU
 };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
@@ -140,11 +155,14 @@ static void clamped_swiglu(const float *gate, const float *up, int width, float 
   }
 }
 
-/* min(silu(gate), limit) * up, up clamped to [-limit, limit] */
-static void capped_swiglu(const float *gate, const float *up, int width, float limit, float *out) {
+/* min(silu(gate), limit) * up, or silu(min(gate, limit)) * up if `is_limited`; up is clamped to
+ * [-limit, limit]. */
+static void capped_swiglu(const float *gate, const float *up, int width, float limit,
+                          int is_limited, float *out) {
   f8 high = f8_set(limit), low = f8_set(-limit);
   for (int i = 0; i < width; i += 8) {
-    f8 g = f8_min(f8_activate(f8_load_part(gate + i, width - i), SILU), high);
+    f8 g = f8_load_part(gate + i, width - i);
+    g = is_limited ? f8_activate(f8_min(g, high), SILU) : f8_min(f8_activate(g, SILU), high);
     f8 u = f8_max(f8_min(f8_load_part(up + i, width - i), high), low);
     f8_store_part(out + i, f8_mul(g, u), width - i);
   }
@@ -156,8 +174,8 @@ static void gated(const float *gate, const float *up, int width, const Op *op, f
     clamped_swiglu(gate, up, width, op->x, op->y, out);
     return;
   }
-  if (activation == CAPPED_SWIGLU) {
-    capped_swiglu(gate, up, width, op->y, out);
+  if (activation == CAPPED_SWIGLU || activation == LIMITED_SWIGLU) {
+    capped_swiglu(gate, up, width, op->y, activation == LIMITED_SWIGLU, out);
     return;
   }
   for (int i = 0; i < width; i += 8) {
@@ -260,6 +278,56 @@ static void mix(const float *x, const float *coefficients, int width, int groups
       f8_store_part(out + (int64_t)g * part + i, sum, part - i);
     }
   }
+}
+
+/* The sum of `groups` equal parts of x [width], times their factors. */
+static void collapse(const float *x, const float *factors, int width, int groups, float *out) {
+  int part = width / groups;
+  for (int i = 0; i < part; i += 8) {
+    f8 sum = f8_set(0.0f);
+    for (int k = 0; k < groups; k++)
+      sum = f8_fma(f8_set(factors[k]), f8_load_part(x + (int64_t)k * part + i, part - i), sum);
+    f8_store_part(out + i, sum, part - i);
+  }
+}
+
+/* Divide the numbers of each row, or of each column, of m [n, n] by their sum plus eps. */
+static void balance(float *m, int n, int by_column, float eps) {
+  int next = by_column ? n : 1, step = by_column ? 1 : n;
+  for (int i = 0; i < n; i++, m += step) {
+    float sum = 0.0f;
+    for (int j = 0; j < n; j++) sum += m[j * next];
+    for (int j = 0; j < n; j++) m[j * next] /= sum + eps;
+  }
+}
+
+/* The factors of hyper-connections, see `Backend.hyper_factors`. */
+static void hyper_factors(const float *x, int width, int n, int iterations, float eps, float *out) {
+  float m[MAX_STREAMS * MAX_STREAMS];
+  for (int i = 0; i < n; i += 8) {
+    f8 first = f8_sigmoid(f8_load_part(x + i, n - i));
+    f8_store_part(out + i, f8_add(first, f8_set(eps)), n - i);
+    if (width == n) continue;
+    f8 second = f8_sigmoid(f8_load_part(x + n + i, n - i));
+    f8_store_part(out + n + i, f8_mul(second, f8_set(2.0f)), n - i);
+  }
+  if (width == n) return;
+  for (int r = 0; r < n; r++) {
+    const float *from = x + (2 + r) * n;
+    float *row = m + r * n, max = from[0], sum = 0.0f;
+    for (int i = 1; i < n; i++) max = from[i] > max ? from[i] : max;
+    for (int i = 0; i < n; i += 8)
+      f8_store_part(row + i, f8_exp(f8_sub(f8_load_part(from + i, n - i), f8_set(max))), n - i);
+    for (int i = 0; i < n; i++) sum += row[i];
+    for (int i = 0; i < n; i++) row[i] = row[i] / sum + eps;
+  }
+  balance(m, n, 1, eps);
+  for (int i = 1; i < iterations; i++) {
+    balance(m, n, 0, eps);
+    balance(m, n, 1, eps);
+  }
+  for (int r = 0; r < n; r++)
+    for (int i = 0; i < n; i++) out[(2 + r) * n + i] = m[i * n + r] - (r == i ? 1.0f : 0.0f);
 }
 
 /* The sum over t of row - t of x [rows, width] times the factors of `base` [taps, width] and of the

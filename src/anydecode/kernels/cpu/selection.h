@@ -3,7 +3,11 @@
  * positions with the largest scores, of equal ones to the lower, in order of position; and to all
  * positions, without scores, where it sees no more than top_k. Without weights each head of the
  * indexer selects for its part of the key heads, by query @ key (MiniMax-M3). Positions may be
- * selected in blocks, by the largest score of each, of which a row's last ones always are. */
+ * selected in blocks, by the largest score of each, of which a row's last ones always are.
+ *
+ * With entries (DeepSeek-V4) a row attends to these, or to those that are selected, and then to the
+ * positions of its window. An entry is the second key head of the slot of its last position: that of
+ * slot s is found in a table as slot num_slots + s of the first head. */
 #ifndef ANYDECODE_SELECTION_H
 #define ANYDECODE_SELECTION_H
 
@@ -41,8 +45,20 @@ static void eight_index_scores(int heads, int size, const float *q, const float 
   f8_store(scores, sum);
 }
 
-/* The scores of the positions [first, last) of a row, as integers; 0 where there is no slot. Positions
- * are processed in blocks that start at `first`; a score does not depend on the others. */
+/* The slot of a position that a row sees; -1: none. */
+INLINE int32_t slot_at(const Pass *pass, const Op *op, int row, int32_t position) {
+  int32_t prefix = pass->prefix[row];
+  if (position < prefix) return table_of(pass, op, row)[position];
+  return pass->tails[pass->tail_start[row] + position - prefix];
+}
+
+/* The last position of an entry; without entries, the position of this number. */
+INLINE int32_t last_position(const Op *op, int32_t number) {
+  return op->entry ? (number + 1) * op->entry - 1 : number;
+}
+
+/* The scores of the positions or entries [first, last) of a row, as integers; 0 where there is no
+ * slot. They are processed in blocks that start at `first`; a score does not depend on the others. */
 static void score_positions(const Pass *pass, const Op *op, int row, const float *q,
                             const float *weights, int first, int last, uint32_t *orders,
                             float *base) {
@@ -53,12 +69,14 @@ static void score_positions(const Pass *pass, const Op *op, int row, const float
   Scratch scratch = make_scratch(base, size, 1);
   scratch.format = F32;
   for (int start = first; start < last; start += KEY_BLOCK) {
-    int end = start + KEY_BLOCK < last ? start + KEY_BLOCK : last;
-    uint32_t present = gather_row(pass, &h, row, start, end, &scratch);
-    for (int j = 0; j < end - start; j += 8) {
+    int count = last - start < KEY_BLOCK ? last - start : KEY_BLOCK;
+    int32_t slots[KEY_BLOCK];
+    for (int j = 0; j < count; j++) slots[j] = slot_at(pass, op, row, last_position(op, start + j));
+    uint32_t present = gather(&h, slots, count, &scratch, 0);
+    for (int j = 0; j < count; j += 8) {
       float scores[8];
       eight_index_scores(op->heads, size, q, weights, scratch.key + j, scores);
-      for (int i = j; i < j + 8 && i < end - start; i++)
+      for (int i = j; i < j + 8 && i < count; i++)
         orders[start + i] = present >> i & 1 ? order_of(scores[i - j]) : 0;
     }
   }
@@ -84,19 +102,19 @@ static void choose_positions(const uint32_t *orders, int64_t n, int count, int32
   }
 }
 
-/* The selected positions of a row, in order, from the scores of all that it sees. Those behind the
+/* The selected positions or entries of a row, in order, from the scores of all. Those behind the
  * last one are -1. Overwrites the scores of blocks. */
 static void select_positions(const Pass *pass, const Op *op, int row, uint32_t *orders,
                              int32_t *positions) {
-  int seen = seen_positions(pass, row), size = op->block;
+  int all = num_candidates(pass, op, row), size = op->block;
   if (size == 1) {
-    choose_positions(orders, seen, op->top_k, positions);
+    choose_positions(orders, all, op->top_k, positions);
     return;
   }
-  int blocks = (seen + size - 1) / size, count = op->top_k / size;
+  int blocks = (all + size - 1) / size, count = op->top_k / size;
   for (int i = 0; i < blocks; i++) {
     uint32_t largest = 0;
-    for (int j = i * size; j < seen && j < (i + 1) * size; j++)
+    for (int j = i * size; j < all && j < (i + 1) * size; j++)
       largest = orders[j] > largest ? orders[j] : largest;
     orders[i] = largest;
   }
@@ -106,15 +124,14 @@ static void select_positions(const Pass *pass, const Op *op, int row, uint32_t *
   for (int i = count - 1; i >= 0; i--) {
     int first = positions[i] * size;
     for (int j = 0; j < size; j++)
-      positions[i * size + j] = first + j < seen ? first + j : -1;
+      positions[i * size + j] = first + j < all ? first + j : -1;
   }
 }
 
 /* Where the selected positions of row `row` are kept. */
-INLINE int32_t *selected_of(const Plan *plan, int row) {
-  const Pass *pass = plan->pass;
+INLINE int32_t *selected_of(const Pass *pass, const Selection *selection, int row) {
   int64_t at = pass->selected_rows ? pass->selected_rows[row] : row;
-  return pass->selected + at * plan->selection->groups * plan->selection->top_k;
+  return pass->selected + at * selection->groups * selection->top_k;
 }
 
 /* Part `part` of OP_INDEX: the scores of some positions of a row, or of all of them, which selects
@@ -122,11 +139,11 @@ INLINE int32_t *selected_of(const Plan *plan, int row) {
 static void index_positions(const Plan *plan, const Op *op, const float *q, const float *weights,
                             int part, int thread) {
   const Pass *pass = plan->pass;
-  const Selection *selection = plan->selection;
+  const Selection *selection = selection_of(plan, op);
   int groups = op->groups, number = part, group = 0, row;
   if (!selection->is_by_row)
     for (number = 0;; number++) {
-      int parts = position_parts(pass, selection->rows[number]);
+      int parts = position_parts(pass, op, selection->rows[number]);
       if (part < groups * parts) {
         group = part / parts;
         part %= parts;
@@ -135,44 +152,49 @@ static void index_positions(const Plan *plan, const Op *op, const float *q, cons
       part -= groups * parts;
     }
   row = selection->rows[number];
+  int count = num_candidates(pass, op, row);
   int64_t size = op->heads / groups * op->index_dim;
   float *scratch = pass->attention_scratch + thread * pass->attention_scratch_floats;
   q += (int64_t)row * op->heads * op->index_dim;
   if (weights) weights += (int64_t)row * op->heads;
   if (!selection->is_by_row) {
     uint32_t *orders = selection->orders + ((int64_t)number * groups + group) * selection->longest;
-    int first = part * INDEX_POSITIONS, last = seen_positions(pass, row);
-    last = first + INDEX_POSITIONS < last ? first + INDEX_POSITIONS : last;
+    int first = part * INDEX_POSITIONS;
+    int last = first + INDEX_POSITIONS < count ? first + INDEX_POSITIONS : count;
     score_positions(pass, op, row, q + group * size, weights, first, last, orders, scratch);
     return;
   }
   uint32_t *orders = selection->orders + thread * selection->longest;
+  int32_t *positions = selected_of(pass, selection, row);
   for (; group < groups; group++) {
-    score_positions(pass, op, row, q + group * size, weights, 0, seen_positions(pass, row), orders,
-                    scratch);
-    select_positions(pass, op, row, orders, selected_of(plan, row) + (int64_t)group * op->top_k);
+    score_positions(pass, op, row, q + group * size, weights, 0, count, orders, scratch);
+    select_positions(pass, op, row, orders, positions + (int64_t)group * op->top_k);
   }
 }
 
-/* Find the slots of a row's selected positions. `count`: whether OP_INDEX has scored them for this
- * layer; else they are those of an earlier one. */
+/* Find the slots that a row attends to, if these are others than those that it sees. `count`: whether
+ * OP_INDEX has scored positions for this layer; else they are those that an earlier one selected. */
 static void select_row(const Plan *plan, const Op *op, int row) {
-  const Selection *selection = plan->selection;
+  const Selection *selection = selection_of(plan, op);
   if (!selection || selection->number[row] < 0) return;
   const Pass *pass = plan->pass;
-  int64_t number = selection->number[row], count = (int64_t)op->groups * op->top_k;
-  int32_t *positions = selected_of(plan, row), prefix = pass->prefix[row];
-  if (op->count && !selection->is_by_row)
+  int64_t scored = selection->scored[row];
+  int32_t *positions = scored < 0 ? NULL : selected_of(pass, selection, row);
+  if (positions && op->count && !selection->is_by_row)
     for (int i = 0; i < op->groups; i++)
       select_positions(pass, op, row,
-                       selection->orders + (number * op->groups + i) * selection->longest,
+                       selection->orders + (scored * op->groups + i) * selection->longest,
                        positions + (int64_t)i * op->top_k);
-  int32_t *slots = selection->slots + number * count;
-  const int32_t *table = table_of(pass, op, row), *tail = pass->tails + pass->tail_start[row];
-  for (int64_t i = 0; i < count; i++) {
-    int32_t at = positions[i];
-    slots[i] = at < 0 ? -1 : at < prefix ? table[at] : tail[at - prefix];
+  int32_t *slots = selection->slots + selection->number[row] * op->groups * selection->stride;
+  int32_t count = positions ? op->groups * op->top_k : num_candidates(pass, op, row);
+  for (int32_t i = 0; i < count; i++) {
+    int32_t number = positions ? positions[i] : i;
+    int32_t slot = number < 0 ? -1 : slot_at(pass, op, row, last_position(op, number));
+    *slots++ = slot >= 0 && op->entry ? slot + pass->num_slots : slot;
   }
+  if (!op->entry) return;
+  int32_t begin = row_begin(pass, op, row), end = seen_positions(pass, row);
+  for (int32_t at = begin > 0 ? begin : 0; at < end; at++) *slots++ = slot_at(pass, op, row, at);
 }
 
 #endif

@@ -21,6 +21,11 @@ from anydecode.models.families.latent import read_indexer, read_latent, read_low
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.sambay import read_differential, read_memory_unit
+from anydecode.models.families.shared_key import (
+    read_hyper_connections,
+    read_last_hyper_weights,
+    read_shared_key,
+)
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import (
     Config,
@@ -153,7 +158,9 @@ def _read_weights(
         weights.segments = reader.tensor("embed_segments.weight", shape)
     if spec.per_layer_size:
         weights.per_layer = _read_per_layer(reader, spec, config)
-    if spec.num_streams > 1:
+    if spec.hyper is not None:
+        weights.hyper = read_last_hyper_weights(reader, spec)
+    elif spec.num_streams > 1:
         weights.streams = _read_streams(reader, spec)
     if any(layer.memory == "side" for layer in spec.layers):
         weights.unmasking = _read_unmasking(reader, spec)
@@ -299,7 +306,7 @@ class _LayerReader:
         self._family = FAMILIES[config["model_type"]]
         self._spec: LayerSpec = spec.layers[index]
         self._hidden, self._per_layer_size = spec.hidden_size, spec.per_layer_size
-        self._num_streams, self._memory_size = spec.num_streams, spec.memory_size
+        self._model, self._memory_size = spec, spec.memory_size
         self._has_canvas, self._max_positions = spec.has_canvas, spec.max_positions
         self._index = index
         self._name = f"layers.{index}"
@@ -329,8 +336,10 @@ class _LayerReader:
             layer.mlp_mix = self._reader.vector(self._full("mlp.mix"), self._hidden)
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
-        if self._num_streams > 1:
-            layer.streams = self._streams(self._num_streams)
+        if self._model.hyper is not None:
+            layer.hyper = read_hyper_connections(self._reader, self._name, self._model)
+        elif self._model.num_streams > 1:
+            layer.streams = self._streams(self._model.num_streams)
         if self._spec.has_scale:
             name = f"{self._name}.layer_scalar"  # GGUF files may lack it
             layer.scale = float(self._reader.vector(name, 1)[0]) if self._reader.has(name) else 1.0
@@ -374,6 +383,8 @@ class _LayerReader:
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
         if self._spec.latent is not None:
             read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
+        elif self._spec.shared_key is not None:
+            read_shared_key(self._reader, self._spec, self._name, layer, self._model)
         elif self._spec.low_rank_query is not None:
             self._read_factored_attention(layer, shape)
         elif self._spec.attention_gate is not None:

@@ -14,6 +14,7 @@ from anydecode.kernels.interface import (
     Attention,
     CappedSwiglu,
     ClampedSwiglu,
+    LimitedSwiglu,
     Rope,
     Routing,
 )
@@ -35,6 +36,7 @@ from anydecode.models.families.patterns import (
 )
 from anydecode.models.families.recurrent import HYBRID, RECURRENT_TYPES
 from anydecode.models.families.rope import make_rope, rope_type, yarn_scale
+from anydecode.models.families.shared_key import shared_key_spec
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import (
     Config,
@@ -60,11 +62,13 @@ from anydecode.models.limits import (
 )
 from anydecode.models.spec import (
     BlockSpec,
+    HyperSpec,
     IndexerSpec,
     LatentSpec,
     LayerSpec,
     LowRankQuery,
     ModelSpec,
+    SharedKeySpec,
     TimeSpec,
 )
 
@@ -247,7 +251,8 @@ def spec_from_config(
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
-        num_streams=int_value(config, "altup_num_inputs", 4) if family.has_streams else 1,
+        num_streams=_num_streams(config, family),
+        hyper=_hyper(config) if family.has_hyper_connections else None,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
         if any(layer.memory == "side" for layer in layers)
@@ -256,6 +261,18 @@ def spec_from_config(
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
         block=_parallel_drafts(config),
     )
+
+
+def _num_streams(config: Config, family: Family) -> int:
+    if family.has_hyper_connections:
+        return int_value(config, "hc_mult")
+    return int_value(config, "altup_num_inputs", 4) if family.has_streams else 1
+
+
+def _hyper(config: Config) -> HyperSpec:
+    """The hyper-connections of a model."""
+    iterations = int_value(config, "hc_sinkhorn_iters", high=MAX_COUNT)
+    return HyperSpec(iterations, number("hc_eps", config.get("hc_eps"), 0.0, 1.0))
 
 
 def _parallel_drafts(config: Config) -> BlockSpec | None:
@@ -479,6 +496,8 @@ def _activation(config: Config, family: Family) -> Activation:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported")
+    if family.has_limited_swiglu:
+        return LimitedSwiglu(number("swiglu_limit", config.get("swiglu_limit")))
     if not family.has_clamped_swiglu:
         return _ACTIVATIONS[name]
     default = ClampedSwiglu()
@@ -530,6 +549,8 @@ def _layers(
             rope = make_rope(parameters, dim, trained, max_positions)
             if family.has_reversed_rope:
                 rope = replace(rope, frequencies=-rope.frequencies)
+            if family.has_shared_key:
+                rope = replace(rope, has_last_pairs=True)
             ropes[kind, dim, theta] = rope
         return ropes[kind, dim, theta]
 
@@ -573,9 +594,13 @@ def _layers(
                 )
             )
             continue
+        shared_key: SharedKeySpec | None = None
         if family.has_latent_attention:
             dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
             attention = _latent_attention(config)
+        elif family.has_shared_key:
+            dim = head_dim(own)
+            attention, shared_key, indexer = shared_key_spec(config, layer, rope_of(own, kind, dim))
         else:
             dim = head_dim(own)
             attention = _attention(own, family, kind, dim, attention_scale)
@@ -622,8 +647,10 @@ def _layers(
                 latent=latent,
                 indexer=indexer,
                 low_rank_query=_low_rank_query(config, family),
+                shared_key=shared_key,
                 cache_layer=sources[layer],
-                has_value=kind == SLIDING or not bool_value(config, "attention_k_eq_v"),
+                has_value=shared_key is None
+                and (kind == SLIDING or not bool_value(config, "attention_k_eq_v")),
                 has_value_norm=family.has_value_norm,
                 has_scale=family.has_layer_scale,
                 gate_cutoff=cutoffs[layer],

@@ -65,6 +65,8 @@ def read_experts(
     routed = expert_reader.read_plain() if is_plain else expert_reader.read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
         routed.selection_bias = _selection_bias(reader, router, block, shape[0])
+    if bool_value(config, "has_token_experts"):
+        routed.token_experts = _token_experts(reader, config, router, shape[0])
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
@@ -95,6 +97,12 @@ def read_experts(
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
     return experts
+
+
+def _token_experts(reader: TensorReader, config: Config, router: str, count: int) -> np.ndarray:
+    """The experts of each token (DeepSeek-V4)."""
+    shape = int_value(config, "vocab_size"), int_value(config, "num_experts_per_tok")
+    return reader.numbers(f"{router}.tid2eid", shape, count)
 
 
 def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -> np.ndarray:

@@ -197,6 +197,10 @@ class Family:
             one, and "none" for layers of the latter kind that attend to all positions.
         context_limit: The config's key for the longest context, where attention to longer ones is
             not supported; None, or a config without it: there is no such limit.
+        has_shared_key: Whether the heads of attention share one key, see `SharedKeySpec`. The
+            config's `entry_kinds` has the kind of each layer.
+        has_hyper_connections: Whether sublayers have hyper-connections, see `models/hyper.py`.
+        has_limited_swiglu: Whether the activation is a `LimitedSwiglu`.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -265,6 +269,9 @@ class Family:
     value_size: str | None = None
     has_indexer: bool = False
     context_limit: str | None = None
+    has_shared_key: bool = False
+    has_hyper_connections: bool = False
+    has_limited_swiglu: bool = False
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False

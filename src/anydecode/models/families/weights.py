@@ -96,6 +96,19 @@ class TensorReader:
         vector = tensor.astype(np.float32)
         return vector + np.float32(offset) if offset else vector
 
+    def numbers(self, name: str, shape: tuple[int, ...], stop: int) -> np.ndarray:
+        """A tensor of integers from 0 to `stop` - 1 as int32."""
+        tensor = self._read(name)
+        if isinstance(tensor, Weight) or tensor.dtype.kind not in "iu":
+            raise CheckpointError(f"{self._source}: {self._full_name(name)} has no integers")
+        self._check(name, tuple(tensor.shape), shape)
+        if not 0 <= int(tensor.min(initial=0)) <= int(tensor.max(initial=0)) < stop:
+            raise CheckpointError(
+                f"{self._source}: {self._full_name(name)} has numbers from {tensor.min()} to"
+                f" {tensor.max()}, not from 0 to {stop - 1}"
+            )
+        return np.ascontiguousarray(tensor, np.int32)
+
     def matrix(
         self,
         name: str,

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import BLOCKS, DTYPES, halves_paired
+from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.interface import Weight
 from anydecode.models.limits import integer
 from anydecode.models.loading import nvfp4
-from anydecode.models.loading.groups import block_weight
 from anydecode.models.loading.layout import Layout
-from anydecode.models.loading.scaled import misfit, runs, scaled_weight
+from anydecode.models.loading.scaled import misfit, mxfp4_weight, runs, scaled_weight
 
 FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
@@ -96,7 +95,7 @@ def _read(
     if has(f"{module}.weight_shape"):
         numbers = _unpacked(get, module)
     elif has(f"{module}.weight_packed"):
-        return _mxfp4(module, get(f"{module}.weight_packed"), scales)
+        return mxfp4_weight(module, get(f"{module}.weight_packed"), scales)
     else:
         numbers = get(f"{module}.weight")
     if numbers.ndim != 2 or numbers.dtype.name not in ("int8", "float8_e4m3fn"):
@@ -198,24 +197,3 @@ def _mxfp8(module: str, numbers: np.ndarray, scales: np.ndarray) -> Weight:
     factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
     groups = runs(numbers.shape[1], scales.shape[1], module)
     return scaled_weight(numbers, factors, groups, module, DTYPES["BF16"])
-
-
-def _mxfp4(module: str, codes: np.ndarray, scales: np.ndarray) -> Weight:
-    """4-bit floats with an exponent for every 32 of them.
-
-    Args:
-        module: The name of the module.
-        codes: uint8 `[out, in / 2]`; the first of two numbers is in the low half of a byte.
-        scales: uint8 `[out, in / 32]`, the exponents plus 127.
-    """
-    values, _ = BLOCKS["MXFP4"]
-    is_valid = codes.ndim == 2 and codes.dtype == scales.dtype == np.uint8 and codes.size
-    if not is_valid or scales.shape != (len(codes), codes.shape[1] * 2 // values):
-        raise misfit(module, codes, scales)
-    if codes.shape[1] * 2 % values or (scales == 255).any():
-        raise CheckpointError(
-            f"{module!r} has {codes.shape[1] * 2} inputs and exponents up to {scales.max()}; MXFP4"
-            f" needs a multiple of {values} inputs, and exponents below 255"
-        )
-    blocks = halves_paired(codes.reshape(len(codes), -1, values // 2))
-    return block_weight("MXFP4", module, blocks, scales[..., None])

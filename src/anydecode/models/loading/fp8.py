@@ -4,7 +4,7 @@ arXiv:2412.19437), per tensor (Mistral, AutoFP8) or per output (fbgemm).
 Tools call the factor of the numbers `weight_scale` or `weight_scale_inv`. The products of numbers
 and scales are rounded to bfloat16, by less than 1 part in 256; a single scale is kept as the factor
 of bfloat16 numbers, without loss. Activations are not rounded to FP8, so that their scales and
-those of the cache are not used.
+those of the cache are not used. Modules of bytes, the experts of DeepSeek-V4, are in MXFP4.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 from anydecode.models.limits import integer
 from anydecode.models.loading.layout import Layout
-from anydecode.models.loading.scaled import misfit, scaled_weight
+from anydecode.models.loading.scaled import misfit, mxfp4_weight, scaled_weight
 
 #: The names of the factor, each of which only packed modules have.
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -60,6 +60,8 @@ def read(
     """Read a module's weight. `get` reads a tensor of the checkpoint by name; `scale` is the name
     of the factor."""
     codes, scales = get(f"{module}.weight"), get(f"{module}.{scale}")
+    if codes.dtype in (np.uint8, np.int8) and scales.dtype == np.dtype(float8_e8m0fnu):
+        return mxfp4_weight(module, codes.view(np.uint8), scales.view(np.uint8))
     is_valid = codes.ndim == 2 and codes.size and codes.dtype.name == "float8_e4m3fn"
     if not is_valid or scales.dtype not in _SCALE_TYPES:
         raise misfit(module, codes, scales)

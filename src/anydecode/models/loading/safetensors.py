@@ -18,7 +18,16 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.families.nested import completed
 from anydecode.models.files import read_json
-from anydecode.models.loading import bd3lm, diffusion_gemma, dit, encoder, gpt, llada, sdar
+from anydecode.models.loading import (
+    bd3lm,
+    deepseek,
+    diffusion_gemma,
+    dit,
+    encoder,
+    gpt,
+    llada,
+    sdar,
+)
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
@@ -79,6 +88,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = dit.to_hf_layout(config, readers)
     if gpt.is_gpt(config):
         config, readers = gpt.to_hf_layout(config, readers)
+    if deepseek.is_deepseek_v4(config, readers):
+        config, readers = deepseek.to_hf_layout(config, readers)
     pooling = read_pooling(path, config)
     if pooling is not None:
         config = _with_head(config)

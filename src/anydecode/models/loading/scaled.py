@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import DTYPES, GROUP_VALUES, plain_weight
+from anydecode.kernels.formats import BLOCKS, DTYPES, GROUP_VALUES, halves_paired, plain_weight
 from anydecode.kernels.interface import Weight
 from anydecode.models.loading.groups import BLOCK, block_groups, block_weight
 
@@ -134,3 +134,24 @@ def _pack(
         return block_weight("Q4_0", module, low, scale, order=order)
     high = np.packbits(codes >> 4, axis=-1, bitorder="little")
     return block_weight("Q5_0", module, low, scale, high, order=order)
+
+
+def mxfp4_weight(module: str, codes: np.ndarray, scales: np.ndarray) -> Weight:
+    """4-bit floats with an exponent for every 32 of them.
+
+    Args:
+        module: The name of the module.
+        codes: uint8 `[out, in / 2]`; the first of two numbers is in the low half of a byte.
+        scales: uint8 `[out, in / 32]`, the exponents plus 127.
+    """
+    values, _ = BLOCKS["MXFP4"]
+    is_valid = codes.ndim == 2 and codes.dtype == scales.dtype == np.uint8 and codes.size
+    if not is_valid or scales.shape != (len(codes), codes.shape[1] * 2 // values):
+        raise misfit(module, codes, scales)
+    if codes.shape[1] * 2 % values or (scales == 255).any():
+        raise CheckpointError(
+            f"{module!r} has {codes.shape[1] * 2} inputs and exponents up to {scales.max()}; MXFP4"
+            f" needs a multiple of {values} inputs, and exponents below 255"
+        )
+    blocks = halves_paired(codes.reshape(len(codes), -1, values // 2))
+    return block_weight("MXFP4", module, blocks, scales[..., None])
