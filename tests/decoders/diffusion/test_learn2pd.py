@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def test_a_filter_of_other_blocks_is_refused(tmp_path: Path) -> None:
         llm.model.spec = replace(llm.model.spec, block_size=8)
         with pytest.raises(InvalidRequestError, match="for blocks of 4 .* model's have 8"):
             llm.generate([5, 6], decoder=f"learn2pd:filter={path}", **options)
+
+
+def test_a_filter_that_is_trained_again_is_read_again(tmp_path: Path) -> None:
+    path = written(tmp_path, {"model": FACTS}, {})
+    first = learn2pd.load(path)
+    assert learn2pd.load(path) is first
+    changed = {**FACTS, "vocab_size": 10}
+    written(tmp_path, {"model": changed}, {})
+    os.utime(path, ns=(1, 1))
+    assert first.model["vocab_size"] == 9 and learn2pd.load(path).model["vocab_size"] == 10
 
 
 FACTS = {"num_layers": 2, "vocab_size": 9, "mask_embedding": [0.5] * 4}

@@ -9,7 +9,7 @@ filter.
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,22 @@ def is_same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-@cache
 def load(path: Path) -> Filter:
-    """Load a filter from a safetensors file.
+    """Load a filter from a safetensors file, again if the file has changed.
 
     Raises:
         CheckpointError: There is no such file, or its tensors are not those of a filter.
     """
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError:  # for which reading it raises the error
+        written = 0
+    return _load(path, written)
+
+
+@lru_cache(maxsize=16)
+def _load(path: Path, written: int) -> Filter:
+    """The filter in a file that was last written then."""
     tensors, metadata = read_tensors(path, "filter for learn2pd", _TENSORS, np.float64)
     hidden = tensors["hidden.weight"]
     width, size = hidden.shape if hidden.ndim == 2 else (0, 0)
