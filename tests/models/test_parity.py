@@ -166,6 +166,15 @@ KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+ZAMBA_2: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    "num_hidden_layers": 4,
+    "n_mamba_heads": 8,
+    "mamba_d_state": 12,
+    "adapter_rank": 5,
+    "rms_norm_eps": 1e-2,
+    "time_step_min": 1e-30,
+}
 OLMO_HYBRID: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "num_hidden_layers": 4,
@@ -1204,6 +1213,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "zamba 2": ("Zamba2", ZAMBA_2),
+    "zamba 2 odd": (
+        "Zamba2",
+        {
+            **ZAMBA_2,
+            "layers_block_type": ["hybrid"] * 3,
+            "num_hidden_layers": 3,
+            "hidden_size": 16,
+            "num_key_value_heads": 4,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "rope_parameters": ROPE,
+            "add_bias_linear": True,
+            "mamba_ngroups": 2,
+            "mamba_d_conv": 3,
+            "hidden_act": "silu",
+        },
+    ),
     "olmo hybrid": ("OlmoHybrid", OLMO_HYBRID),
     "olmo hybrid rope": (
         "OlmoHybrid",
@@ -2177,6 +2205,9 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "sum of experts": ("cohere2 moe", {"shared_expert_combination_strategy": "sum"}),
     "scores of experts": ("cohere2 moe", {"expert_selection_fn": "softmax"}),
     "rotation of dense layers": ("cohere2 moe", {"prefix_dense_sliding_window_pattern": 2}),
+    "positions in shared blocks": ("zamba 2 odd", {"use_mem_rope": False}),
+    "updates of shared blocks": ("zamba 2 odd", {"use_shared_attention_adapter": False}),
+    "the activation of shared blocks": ("zamba 2", {"hidden_act": "silu"}),
     "strengths of twice a sigmoid": ("olmo hybrid", {"linear_allow_neg_eigval": False}),
     "a limit of decays": ("ling 3", {"kda_safe_gate": False}),
     "another limit of decays": ("ling 3", {"kda_lower_bound": -5.0}),
@@ -2206,6 +2237,7 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "shared blocks in another order": ("zamba 2 odd", lambda network: _swap_blocks(network)),
     "norms of outputs in GPT": ("openai gpt", lambda network: _each_spec(network, norms="post")),
     "no norms that heads share": (
         "persimmon",
@@ -2352,6 +2384,12 @@ def _each(network: Network, **changes: Any) -> None:
     for layer in network.weights.layers:
         for name, value in changes.items():
             setattr(layer, name, value)
+
+
+def _swap_blocks(network: Network) -> None:
+    """Exchange the MLPs of the first two layers."""
+    first, second = network.weights.layers[:2]
+    first.mlp, second.mlp = second.mlp, first.mlp
 
 
 def _each_spec(network: Network, **changes: Any) -> None:

@@ -269,7 +269,9 @@ class ConfidenceHead(NamedTuple):
 @dataclass(eq=False)
 class SideOutput:
     """What a side layer adds to the first stream: the product of `projection`
-    `[hidden_size, hidden_size]` with its output, normed by `norm`, float32 `[hidden_size]`."""
+    `[hidden_size, hidden_size]` with its output, normed by `norm`, float32 `[hidden_size]`. A layer
+    that reads the embeddings adds the product with the output of its MLP for the recurrence, whose
+    inputs `norm` norms."""
 
     norm: np.ndarray
     projection: Linear
@@ -490,7 +492,7 @@ class Network:
             if any(weight in self.packed for weight in layer.matrices):
                 continue  # of another network, which has checked it
             width = spec.hidden_size
-            if index == 0 and spec.attends_to_states:
+            if (index == 0 and spec.attends_to_states) or shape.memory == "embeddings":
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_mixes(f"layer {index}, ", shape, layer, spec.hidden_size, index == 0)
@@ -583,6 +585,10 @@ class Network:
         )
         memory = backend.columns(x, size, self.spec.memory_size)
         x = backend.columns(x, 0, size)
+        if index == 0 and any(layer.memory == "embeddings" for layer in self.spec.layers):
+            memory = x
+        if spec.memory == "embeddings":
+            return backend.join(self._after_shared_block(backend, x, memory, index), memory)
         if weights.side is not None:
             y = backend.add(x, memory)
             memory = self._add_blocks(backend, y, self._mixer_block(backend, y, index), index)
@@ -602,6 +608,22 @@ class Network:
                 mixed = self._gated(backend, y, memory, spec.recurrence, recurrent)
             mixed = self._scaled(backend, mixed)
         return backend.join(self._add_blocks(backend, x, mixed, index), memory)
+
+    def _after_shared_block(self, backend: Backend, x: Any, embeddings: Any, index: int) -> Any:
+        """x plus the output of the recurrence of layer `index`, whose inputs include the output of
+        attention and MLP for x beside the embeddings."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        assert spec.recurrence is not None and isinstance(weights.recurrent, RecurrentWeights)
+        assert weights.side is not None and weights.mlp is not None, "checked by `_check_layer`"
+        eps = self.spec.norm_eps
+        y = backend.rms_norm(backend.join(x, embeddings), weights.attention_norm, eps)
+        y = self._attention(backend, y, spec, weights, index)
+        y = _mlp(backend, backend.rms_norm(y, weights.mlp_norm, eps), spec, weights.mlp)
+        y = backend.add(x, weights.side.projection.apply(backend, y))
+        y = backend.rms_norm(y, weights.side.norm, eps)
+        return backend.add(
+            x, self._recurrent(backend, y, spec.recurrence, weights.recurrent, index)
+        )
 
     def _layer_of_streams(self, backend: Backend, x: Any, index: int) -> Any:
         """The same for several streams. After the last layer their mean takes the place of the
@@ -1359,7 +1381,7 @@ def _check_layer(
     has_mixer = spec.has_mixer
     if (layer.memory_unit is not None) != (spec.memory == "reads"):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a memory unit")
-    if (layer.side is not None) != (spec.memory == "side"):
+    if (layer.side is not None) != (spec.memory in ("side", "embeddings")):
         raise CheckpointError(f"{prefix}only one of the spec and the weights is a side layer")
     if layer.side is not None:
         _check_vector(f"{prefix}the side layer's norm", layer.side.norm, hidden)
@@ -1374,9 +1396,10 @@ def _check_layer(
     has_pre_norm = spec.norms in ("pre", "both", "stream")
     has_post_norm = spec.norms not in ("pre", "stream")
     has_mlp = spec.mlp != "none"
+    first = width if spec.memory == "embeddings" else hidden
     sizes = {
         "attention_norm": (
-            hidden if has_pre_norm and has_mixer and spec.has_attention_norm else None
+            first if has_pre_norm and has_mixer and spec.has_attention_norm else None
         ),
         "mlp_norm": hidden if has_pre_norm and has_mlp else None,
         "attention_post_norm": hidden if has_post_norm and has_mixer else None,

@@ -269,7 +269,10 @@ class LayerSpec:
         memory: "makes" if the recurrence's output before its gate is the memory of later layers,
             "reads" if the first sublayer is a gated memory unit (SambaY), "side" if the layer
             computes the memory, a second stream of hidden states, from the sum of both streams, and
-            adds a projection of it to the first (RemeDi); None for none of these.
+            adds a projection of it to the first (RemeDi), "embeddings" if it is attention and an
+            MLP, whose attention reads the embeddings, the memory, beside the hidden states, and a
+            recurrence, which reads the sum of a projection of the MLP's output and the hidden
+            states (Zamba2); None for none of these.
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
@@ -524,7 +527,7 @@ class ModelSpec:
     # The hyper-connections of these streams (DeepSeek-V4, see `models/hyper.py`); None: they have
     # none, and are those of Gemma 3n.
     hyper: HyperSpec | None = None
-    memory_size: int = 0  # numbers of a memory that follows the hidden state (SambaY, RemeDi)
+    memory_size: int = 0  # numbers of a memory beside the hidden state (SambaY, RemeDi, Zamba2)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
     block: BlockSpec | None = None  # of a drafter that predicts several tokens per pass
@@ -673,6 +676,13 @@ def _check_memory(spec: ModelSpec) -> None:
             raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a stream")
         if any(x.attention is None or x.memory in ("makes", "reads") for x in spec.layers):
             raise ConfigError("side layers and those beside them have attention")
+    elif any(layer.memory == "embeddings" for layer in spec.layers):
+        if spec.memory_size != spec.hidden_size:
+            raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of embeddings")
+        if any(not _may_read_embeddings(layer) for layer in spec.layers):
+            raise ConfigError(
+                "layers that read the embeddings have attention, a gated MLP and a recurrence"
+            )
     elif len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
         raise ConfigError("memory units need one layer before them that makes the memory")
     for layer in (spec.layers[i] for i in readers):
@@ -685,6 +695,15 @@ def _check_memory(spec: ModelSpec) -> None:
             raise refusal("memory_size", spec.memory_size, f"the {size} outputs of a recurrence")
     if spec.memory_size and (spec.num_streams > 1 or any(x.norms != "pre" for x in spec.layers)):
         raise ConfigError("a memory needs one stream of hidden states, normed before sublayers")
+
+
+def _may_read_embeddings(layer: LayerSpec) -> bool:
+    """Whether a layer of a model whose memory is the embeddings is a plain one."""
+    if layer.memory is None:
+        return True
+    is_whole = layer.attention is not None and layer.recurrence is not None and layer.mlp == "gated"
+    is_plain = layer.latent is None and layer.attention_gate is None and not layer.num_experts
+    return layer.memory == "embeddings" and is_whole and is_plain and not layer.is_parallel
 
 
 def _check_streams(spec: ModelSpec) -> None:
@@ -760,7 +779,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "qk_norm": (None, "head", "heads", "full", "plain"),
         "mlp": ("gated", "plain", "none"),
         "attention_gate": (None, "sigmoid", "softplus"),
-        "memory": (None, "makes", "reads", "side"),
+        "memory": (None, "makes", "reads", "side", "embeddings"),
     }
     _check_activation(prefix, layer, layer.activation)
     if layer.shared_activation is not None:

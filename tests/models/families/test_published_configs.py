@@ -11,7 +11,7 @@ import pytest
 
 from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families import spec_from_config
+from anydecode.models.families import load_network, spec_from_config
 from parity_cases import parity_module
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
 
@@ -166,6 +166,54 @@ def test_kimi_linear(tmp_path: Path) -> None:
     stored.config["mla_use_nope"] = False
     with pytest.raises(CheckpointError, match="mla_use_nope is False; allowed is true"):
         built(stored)
+
+
+def test_zamba_2(tmp_path: Path) -> None:
+    """Layers share the matrices of blocks, which only some of the layers have."""
+    model = model_of("zamba 2 odd")
+    config = {
+        "model_type": "zamba2",
+        "layers_block_type": ["hybrid"] * 3,
+        "hybrid_layer_ids": [0, 1, 2],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 5,
+        "use_mem_rope": True,
+        "use_long_context": False,
+        "rope_theta": 500.0,
+        "add_bias_linear": True,
+        "attention_head_dim": 8,
+        "attention_hidden_size": 32,
+        "mamba_d_state": 12,
+        "mamba_d_conv": 3,
+        "mamba_expand": 2,
+        "mamba_headdim": 4,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 8,
+        "time_step_limit": None,
+        "rms_norm_eps": 1e-2,
+    }
+    stored = saved(model, tmp_path, config)
+    assert not any("layers.2.shared_transformer" in name for name in stored.tensors)
+    check(model, stored)
+    first, second, third = load_network(stored).weights.layers
+    assert first.query and second.query and third.query
+    assert first.query.weight is third.query.weight is not second.query.weight
+    assert first.query.update is not third.query.update
+    check(model, checkpoint_of(model, num_mem_blocks=3))  # as layers of their own
+    stored.config["use_long_context"] = True
+    with pytest.raises(CheckpointError, match="use_long_context is True; allowed is false"):
+        built(stored)
+
+
+def test_the_layers_of_zamba_2() -> None:
+    """A config without a list of layers has that of the first model."""
+    config = checkpoint_of(model_of("zamba 2")).config
+    del config["layers_block_type"]
+    config.pop("layer_types", None)
+    layers = spec_from_config({**config, "num_hidden_layers": 54}).layers
+    hybrids = [i for i, layer in enumerate(layers) if layer.memory == "embeddings"]
+    assert hybrids == [6, 12, 18, 24, 30, 36, 42, 47, 51]
 
 
 def test_olmo_hybrid(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from anydecode.models.families.latent import read_indexer, read_latent, read_low
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.sambay import read_differential, read_memory_unit
+from anydecode.models.families.shared_blocks import read_shared_block
 from anydecode.models.families.shared_key import (
     read_hyper_connections,
     read_last_hyper_weights,
@@ -47,6 +48,7 @@ from anydecode.models.network import (
     ModelWeights,
     Network,
     PlainMlp,
+    RecurrentWeights,
     SideOutput,
     UnmaskingHead,
 )
@@ -312,6 +314,8 @@ class _LayerReader:
         self._name = f"layers.{index}"
 
     def read(self) -> LayerWeights:
+        if self._spec.memory == "embeddings":
+            return self._with_shared_block()
         layer, has_mlp = LayerWeights(), self._spec.mlp != "none"
         if self._spec.attention is not None:
             self._read_attention(layer, self._spec.attention)
@@ -323,11 +327,7 @@ class _LayerReader:
             shape = self._hidden, self._hidden
             projection = self._reader.linear(f"{self._name}.side.projection", shape, True)
             layer.side = SideOutput(self._norm("side.norm"), projection)
-        if self._spec.recurrence is not None:
-            assert self._family.recurrent is not None, "its spec has a recurrence"
-            layer.recurrent = self._family.recurrent.read(
-                self._reader, self._config, self._name, self._spec.recurrence, self._hidden
-            )
+        layer.recurrent = self._recurrent()
         if has_mlp:
             layer.mlp = self._mlp()
             if self._spec.activation == "xielu":
@@ -378,6 +378,23 @@ class _LayerReader:
         if self._spec.has_second_sum:
             layer.second_norm = self._norm("second_attention_layernorm")
             layer.second_norm_bias = self._norm_bias("second_attention_layernorm")
+        return layer
+
+    def _recurrent(self) -> RecurrentWeights | TimeMixWeights | None:
+        if self._spec.recurrence is None:
+            return None
+        assert self._family.recurrent is not None, "its spec has a recurrence"
+        return self._family.recurrent.read(
+            self._reader, self._config, self._name, self._spec.recurrence, self._hidden
+        )
+
+    def _with_shared_block(self) -> LayerWeights:
+        layer = LayerWeights(recurrent=self._recurrent())
+        projection = self._reader.linear(
+            f"{self._name}.linear", (self._hidden, self._hidden), False
+        )
+        layer.side = SideOutput(self._norm("mamba_decoder.input_layernorm"), projection)
+        read_shared_block(self._reader, self._config, self._spec, layer, self._index)
         return layer
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:

@@ -255,7 +255,7 @@ def spec_from_config(
         hyper=_hyper(config) if family.has_hyper_connections else None,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
-        if any(layer.memory == "side" for layer in layers)
+        if any(layer.memory in ("side", "embeddings") for layer in layers)
         else sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
@@ -576,6 +576,8 @@ def _layers(
         may_be_mlp = family.has_single_sublayers or family.has_missing_sublayers
         is_mlp = may_be_mlp and kind in (MLP, MOE)
         has_mlp = is_mlp or not family.has_single_sublayers
+        if family.has_shared_blocks:
+            has_mlp = kind == HYBRID
         mlp = family.mlp if has_mlp and bool_value(own, "has_mlp", True) else "none"
         if is_mlp or kind == MEMORY_UNIT or (has_recurrence and kind != HYBRID):
             memory = "makes" if layer == maker else None
@@ -658,7 +660,7 @@ def _layers(
                 is_differential=family.is_differential,
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
-                memory="side" if is_side else None,
+                memory="embeddings" if family.has_shared_blocks else "side" if is_side else None,
             )
         )
     return layers

@@ -208,6 +208,9 @@ class Family:
         has_alibi: Whether attention has linear biases, see `Attention.slopes`, unless the key
             `alibi` is false. The key `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
+        has_shared_blocks: Whether attention and MLP of layers with both are one of a few blocks
+            that layers share and that read the embeddings too, and other layers have no MLP, see
+            `LayerSpec.memory` and `shared_blocks.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
         is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
         has_distance_biases: Whether scores have learned biases by distance, see
@@ -277,6 +280,7 @@ class Family:
     has_layer_scale: bool = False
     has_alibi: bool = False
     has_streams: bool = False
+    has_shared_blocks: bool = False
     has_qkv_limit: bool = False
     is_differential: bool = False
     has_query_growth: bool = False

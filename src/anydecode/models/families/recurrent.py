@@ -170,7 +170,7 @@ def _read_mamba(
     return RecurrentWeights(inputs, gate, output, vectors, gates, norm=norm)
 
 
-_MAMBA = ("mamba", "mixer")
+_MAMBA = ("mamba", "mixer", "mamba_decoder.mamba")
 #: Mamba-2 and hybrids with it.
 MAMBA_2 = RecurrentLayout(_mamba_spec, _read_mamba)
 

@@ -61,6 +61,7 @@ class TensorReader:
         self._updates = checkpoint.updates if keeps_updates else {}
         self._source = checkpoint.name
         self._layer_format, self._outer_format = DTYPES[dtype]
+        self._shared: dict[str, Linear] = {}
         prefixes = (p for p in _PREFIXES if f"{p}{embedding}.weight" in checkpoint.tensors)
         self._prefix = next(prefixes, "model.")
 
@@ -188,6 +189,21 @@ class TensorReader:
             vector = self.vector(f"{name}.bias", shape[0])
             linear.bias = vector if rows is None else vector[rows]
         return linear
+
+    def shared(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        has_bias: bool,
+        *,
+        rows: slice | None = None,
+        alias: str | None = None,
+    ) -> Linear:
+        """`linear` of a matrix that several layers share, which is read once."""
+        key = alias or name
+        if key not in self._shared:
+            self._shared[key] = self.linear(name, shape, has_bias, rows=rows, alias=alias)
+        return replace(self._shared[key])
 
     def _updated(
         self,
