@@ -175,6 +175,8 @@ def noise_level(time: float, uniform: float, size: int) -> NoiseLevel:
         deviations=(
             "time runs from 1 to 0 in equal steps over each block; the released code starts at the"
             " time of the second step and ends with an additional step at 1e-4",
+            "the shares of masks and random tokens are the paper's; those of the released code"
+            " differ by terms of the order of 1 / vocabulary",
             "tokens are sampled by the request's sampler (min_p is the released code's filter)",
             STATEFUL,
         ),
