@@ -15,6 +15,7 @@ from anydecode import LLM
 from anydecode.certification.tiny import (
     eagle3_checkpoint,
     eagle_checkpoint,
+    speculators_eagle_checkpoint,
     tiny_network,
 )
 from anydecode.errors import AnydecodeError, CheckpointError
@@ -62,6 +63,24 @@ def test_an_eagle_drafter_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as refused:
         load_draft_head(changed(eagle_checkpoint(target), change), target)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_keys(layernorms=True), "layers.0.input_layernorm"),
+        (set_keys(layernorms="yes"), "layernorms"),
+        (without("transformer.mlp.up_proj.weight"), "layers.0.mlp.up_proj"),
+        (tensor("fusion_fc.bias", np.ones(3, np.float32)), "fc.bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_eagle_drafter_of_speculators_that_does_not_fit_is_refused(
+    target: Network, change: Change, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_draft_head(changed(speculators_eagle_checkpoint(target), change), target)
     assert "\n" not in str(refused.value)
 
 
@@ -141,11 +160,7 @@ def test_a_head_that_is_left_out_is_that_of_the_target(target: Network) -> None:
 
 
 def test_a_head_without_d2t_has_all_tokens(target: Network) -> None:
-    def change(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-        del tensors["d2t"], tensors["t2d"], config["draft_vocab_size"]
-        tensors["lm_head.weight"] = target.weights.head.data.copy()
-
-    network = load_draft_head(changed(eagle3_checkpoint(target), change), target)
+    network = load_draft_head(eagle3_checkpoint(target, has_all_tokens=True), target)
     assert network.weights.head_tokens is None
     assert network.spec.num_logits == VOCAB
 
@@ -212,7 +227,9 @@ def _folders(folder: Path, make: Callable[..., Checkpoint]) -> tuple[Path, Path]
     return model, path
 
 
-@pytest.mark.parametrize("make", [eagle_checkpoint, eagle3_checkpoint])
+@pytest.mark.parametrize(
+    "make", [eagle_checkpoint, eagle3_checkpoint, speculators_eagle_checkpoint]
+)
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_folder_drafts_for_its_target(
     tmp_path: Path, make: Callable[..., Checkpoint], dtype: str | None

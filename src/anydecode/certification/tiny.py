@@ -126,9 +126,35 @@ def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Chec
     return Checkpoint("eagle", Path("eagle"), config, tensors)
 
 
-def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkpoint:
-    """A random drafter in the layout of EAGLE-3, with a head for four of five tokens and a
-    projection of the inputs of three layers. `flags` are keys of its config, with their tensors.
+def speculators_eagle_checkpoint(
+    target: Network, *, seed: int = 0, layernorms: bool = False
+) -> Checkpoint:
+    """`eagle_checkpoint` in the layout of speculators; `layernorms` adds its further norms."""
+    plain, matrix = eagle_checkpoint(target, seed=seed), random_matrices(seed + 1)
+    hidden = target.spec.hidden_size
+    tensors = {
+        name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): value
+        for name, value in plain.tensors.items()
+    }
+    if layernorms:
+        for name in ("embedding_layernorm", "transformer.input_layernorm", "pre_lm_head_layernorm"):
+            tensors[f"{name}.weight"] = 1 + 0.5 * matrix(1, hidden)[0]
+    config = {
+        "architectures": ["EagleSpeculator"],
+        "speculators_model_type": "eagle",
+        "transformer_layer_config": {**plain.config, "architectures": None},
+        "fusion_bias": True,
+        "layernorms": layernorms,
+    }
+    return Checkpoint("eagle", Path("eagle"), config, tensors)
+
+
+def eagle3_checkpoint(
+    target: Network, *, seed: int = 0, has_all_tokens: bool = False, **flags: Any
+) -> Checkpoint:
+    """A random drafter in the layout of EAGLE-3, with a head for four of five tokens or for all,
+    and a projection of the inputs of three layers. `flags` are keys of its config, with their
+    tensors.
 
     Its queries equal its keys, so that a row attends mostly to itself, and its values are the
     token's embedding: it often agrees with a target of small `residual`.
@@ -169,9 +195,14 @@ def eagle3_checkpoint(target: Network, *, seed: int = 0, **flags: Any) -> Checkp
     if flags.get("fc_norm"):
         for tap in range(3):
             tensors[f"fc_norm.{tap}.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    own_head: dict[str, Any] = {"draft_vocab_size": len(head)}
+    if has_all_tokens:
+        own_head = {}
+        tensors["lm_head.weight"] = target.weights.head.data.copy()
+        del tensors["d2t"], tensors["t2d"]
     config = {
         **drafter_config(target),
-        "draft_vocab_size": len(head),
+        **own_head,
         "num_key_value_heads": 4,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, target.spec.num_layers - 1]},
         **flags,

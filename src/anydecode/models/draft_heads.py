@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
+from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.network import LayerWeights, ModelWeights, Network
 from anydecode.models.spec import BlockSpec, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
@@ -51,13 +53,20 @@ _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 _MASK_STATES = "mask_states"
 #: The matrix of the first cell of Falcon's LSTM.
 _LSTM = "lstm.weight_ih_l0"
+#: The modules of drafters of EAGLE in the layout of speculators, by the names of SafeAILab.
+_SPECULATORS_NAMES = {
+    "fusion_fc.": "fc.",
+    "transformer.": "layers.0.",
+    "pre_lm_head_layernorm.": "norm.",
+}
 #: The name of the first layer of EAGLE-3, which converted checkpoints number.
 _FIRST_LAYER = "midlayer"
 
 
 def is_draft_head(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is a drafter that reads its target's states."""
-    return "fc.weight" in checkpoint.tensors or _LSTM in checkpoint.tensors
+    names = ("fc.weight", "fusion_fc.weight", _LSTM)
+    return any(name in checkpoint.tensors for name in names)
 
 
 def load_draft_head(
@@ -91,6 +100,7 @@ def load_draft_head(
         if _LSTM in checkpoint.tensors:
             reader = TensorReader(checkpoint, dtype, "layers.0.self_attn.q_proj")
             return _Falcon(checkpoint, target, reader, read_rows).read()
+        checkpoint = _renamed(checkpoint)
         reader = TensorReader(checkpoint, dtype, "fc")
         names = ("d2t", "midlayer.hidden_norm.weight", _MASK_STATE)
         is_third = kind in ("eagle3", "peagle") or any(one in checkpoint.tensors for one in names)
@@ -98,10 +108,27 @@ def load_draft_head(
         return kinds(checkpoint, target, reader, read_rows).read()
 
 
+def _renamed(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint with SafeAILab's names in place of those of speculators."""
+    if "fusion_fc.weight" not in checkpoint.tensors:
+        return checkpoint
+    readers: dict[str, Reader] = {}
+    for name in checkpoint.tensors:
+        prefixes = (prefix for prefix in _SPECULATORS_NAMES if name.startswith(prefix))
+        prefix = next(prefixes, "")
+        new = _SPECULATORS_NAMES.get(prefix, "") + name.removeprefix(prefix)
+        readers[new] = partial(checkpoint.tensors.__getitem__, name)
+    return replace(checkpoint, tensors=LazyTensors(checkpoint.path, readers))
+
+
 class _Eagle:
     """Reads a drafter of EAGLE or EAGLE-2: a projection of embedding and state, layers of which the
     first has no norm of its inputs, and the target's head without its norm. ParallelSpec has states
-    of mask tokens beside."""
+    of mask tokens beside.
+
+    With `layernorms` (speculators) the embedding, the first layer's inputs and the head's are
+    normed. Speculators computes no further steps; as in vLLM the state of these is the normed one.
+    """
 
     joins = "projection"
 
@@ -127,14 +154,22 @@ class _Eagle:
             raise refusal("vocab_size", own.vocab_size, f"{target.vocab_size}, as the target's")
         if own.hidden_size != target.hidden_size:
             raise refusal("hidden_size", own.hidden_size, f"{target.hidden_size}, as the target's")
-        first, block = replace(own.layers[0], has_attention_norm=False), self._mask_block()
+        has_norms = bool_value(self.config, "layernorms")
+        first, block = replace(own.layers[0], has_attention_norm=has_norms), self._mask_block()
+        states = StateSpec(
+            (),
+            target.hidden_size,
+            has_embedding_norm=has_norms,
+            feeds_normed=has_norms,
+            has_mask=block is not None,
+        )
         return replace(
             own,
             architecture="Eagle" if block is None else "ParallelSpec",
             layers=(first, *own.layers[1:]),
-            states=StateSpec((), target.hidden_size, has_mask=block is not None),
+            states=states,
             block=block,
-            has_final_norm=False,
+            has_final_norm=has_norms,
             logit_scale=target.logit_scale,
             logit_softcap=target.logit_softcap,
         )
@@ -175,6 +210,9 @@ class _Eagle:
     def _states(self) -> StateWeights:
         shape = (self.hidden, 2 * self.hidden)
         weights = StateWeights(projection=self.reader.linear("fc", shape, False))
+        if self.spec.has_final_norm:
+            name = "embedding_layernorm.weight"
+            weights.embedding_norm = self.reader.vector(name, self.hidden)
         if self.spec.block is not None:
             rows = self.spec.block.size - 1
             weights.mask = self.reader.tensor(_MASK_STATES, (rows, self.hidden))

@@ -1355,7 +1355,7 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
         shape = (3 * hidden, hidden if index else 2 * hidden)
         _check_linear(f"cell {index}", cell, shape)
     for name, norm, is_expected in (
-        ("embedding", weights.embedding_norm, states.has_norms),
+        ("embedding", weights.embedding_norm, states.has_norms or states.has_embedding_norm),
         ("state", weights.state_norm, states.has_norms or states.joins in ("context", "cross")),
     ):
         if (norm is not None) != is_expected:

@@ -4,6 +4,7 @@ small cache, in chunks, from cached prefixes and under constraints."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from anydecode.certification.oracles.speculative import eagle as oracle
 from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.models import draft_heads
+from anydecode.models.network import Network
 from anydecode.models.states import StateWeights
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
@@ -86,12 +88,44 @@ def test_certificate_rejects_states_without_the_final_norm(monkeypatch: Patch) -
     assert_rejected("eagle")
 
 
-def test_certificate_rejects_taps_of_outputs(monkeypatch: Patch) -> None:
-    only_drafter(monkeypatch, oracle, "EAGLE-3")
+@pytest.mark.parametrize("norm", ["embedding_norm", "attention_norm", "final_norm"])
+def test_certificate_rejects_drafters_of_speculators_without_a_norm(
+    monkeypatch: Patch, norm: str
+) -> None:
+    only_drafter(monkeypatch, oracle, "EAGLE of speculators, norms")
+    read = draft_heads._Eagle.read
+
+    def without(self: draft_heads._Eagle) -> Network:
+        weights = (network := read(self)).weights
+        holders = {"embedding_norm": weights.states, "attention_norm": weights.layers[0]}
+        holder: Any = holders.get(norm, weights)
+        setattr(holder, norm, np.ones_like(getattr(holder, norm)))
+        return network
+
+    monkeypatch.setattr(draft_heads._Eagle, "read", without)
+    assert_rejected("eagle")
+
+
+@pytest.mark.parametrize(("name", "shift"), [("EAGLE-3", 1), ("EAGLE-3 of SpecForge", -1)])
+def test_certificate_rejects_the_other_taps(monkeypatch: Patch, name: str, shift: int) -> None:
+    """Those of outputs where the files mean inputs, and the other way round."""
+    only_drafter(monkeypatch, oracle, name)
     taps = draft_heads._Eagle3._taps
     monkeypatch.setattr(
-        draft_heads._Eagle3, "_taps", lambda self: tuple(tap + 1 for tap in taps(self))
+        draft_heads._Eagle3, "_taps", lambda self: tuple(tap + shift for tap in taps(self))
     )
+    assert_rejected("eagle")
+
+
+def test_certificate_rejects_the_targets_tokens_in_another_order(monkeypatch: Patch) -> None:
+    only_drafter(monkeypatch, oracle, "EAGLE-3, all tokens")
+    head = draft_heads._Eagle3._head
+
+    def turned(self: draft_heads._Eagle3, packed: list[Any]) -> tuple[Any, Any]:
+        weight, tokens = head(self, packed)
+        return replace(weight, data=np.roll(weight.data, 1, 0)), tokens
+
+    monkeypatch.setattr(draft_heads._Eagle3, "_head", turned)
     assert_rejected("eagle")
 
 
@@ -107,8 +141,11 @@ def test_certificate_rejects_a_residual_without_its_norm(monkeypatch: Patch) -> 
     assert_rejected("eagle")
 
 
-def test_certificate_rejects_own_states_without_the_output_norm(monkeypatch: Patch) -> None:
-    only_drafter(monkeypatch, oracle, "EAGLE-3, normed states")
+@pytest.mark.parametrize("name", ["EAGLE-3, normed states", "EAGLE of speculators, norms"])
+def test_certificate_rejects_own_states_without_the_output_norm(
+    monkeypatch: Patch, name: str
+) -> None:
+    only_drafter(monkeypatch, oracle, name)
     monkeypatch.setattr(Transformer, "own_states", lambda self, hidden: hidden)
     assert_rejected("eagle")
 

@@ -27,7 +27,7 @@ from anydecode.certification.oracles.speculative.rejection_rules import (
     small_drafter_llm,
     small_masked_llm,
 )
-from anydecode.certification.tiny import eagle_checkpoint
+from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint
 from anydecode.certification.tiny_blocks import (
     dflash2_checkpoint,
     dflash_checkpoint,
@@ -109,6 +109,8 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
     "parallelspec": ("parallelspec", parallelspec_checkpoint),
     "falcon": ("falcon", falcon_checkpoint),
     "eagle-1": ("eagle", eagle_checkpoint),
+    "eagle-3": ("eagle", eagle3_checkpoint),  # its head leaves a token out: its q is 0
+    "eagle-3, drawn siblings": ("rsd", eagle3_checkpoint),
     "medusa": ("medusa", medusa_checkpoint),
     "hydra": ("hydra", hydra_checkpoint),
     "blockwise": ("blockwise", blockwise_checkpoint),

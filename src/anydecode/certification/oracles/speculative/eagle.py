@@ -20,7 +20,11 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     shares,
 )
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
-from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint
+from anydecode.certification.tiny import (
+    eagle3_checkpoint,
+    eagle_checkpoint,
+    speculators_eagle_checkpoint,
+)
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -28,11 +32,15 @@ from anydecode.models.network import Network
 DRAFTERS: dict[str, Drafter] = {
     "EAGLE": eagle_checkpoint,
     "EAGLE, two layers": partial(eagle_checkpoint, layers=2),
+    "EAGLE of speculators": speculators_eagle_checkpoint,
+    "EAGLE of speculators, norms": partial(speculators_eagle_checkpoint, layernorms=True),
     "EAGLE-3": eagle3_checkpoint,
     "EAGLE-3, normed states": partial(
         eagle3_checkpoint, norm_before_residual=True, norm_before_fc=True, norm_output=True
     ),
     "EAGLE-3, normed taps": partial(eagle3_checkpoint, fc_norm=True),
+    "EAGLE-3 of SpecForge": partial(eagle3_checkpoint, architectures=["LlamaForCausalLMEagle3"]),
+    "EAGLE-3, all tokens": partial(eagle3_checkpoint, has_all_tokens=True),
 }
 
 
@@ -59,9 +67,10 @@ class Drafting:
         self.tensors: dict[str, Any] = {
             name: np.asarray(tensor, np.float64) for name, tensor in checkpoint.tensors.items()
         }
-        self.config, self.target = checkpoint.config, target
-        self.is_third = "d2t" in self.tensors
+        nested = checkpoint.config.get("transformer_layer_config", {})
+        self.config, self.target = {**nested, **checkpoint.config}, target
         numbered = "layers.0.hidden_norm.weight" in self.tensors
+        self.is_third = numbered or "midlayer.hidden_norm.weight" in self.tensors
         self.first = "layers.0" if numbered else "midlayer"  # the name of EAGLE-3's first layer
         self.size, self.eps = self.config["hidden_size"], self.config["rms_norm_eps"]
 
@@ -69,9 +78,10 @@ class Drafting:
         """What the drafter reads of the target's hidden states at one position."""
         if not self.is_third:
             return final
-        taps = [
-            states[tap] for tap in self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        ]
+        layers = self.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        # SpecForge names layers by their outputs, the others by their inputs.
+        is_output = self.config.get("architectures") == ["LlamaForCausalLMEagle3"]
+        taps = [states[layer + is_output] for layer in layers]
         if self.config.get("fc_norm"):
             taps = [self._norm(tap, f"fc_norm.{number}") for number, tap in enumerate(taps)]
         joined = np.concatenate(taps)
@@ -95,10 +105,14 @@ class Drafting:
                 name = f"layers.{layer}"
                 x = self._layer(cache, layer, name, x, self._norm(x, f"{name}.input_layernorm"))
             logits = np.full(self.config["vocab_size"], -np.inf)
-            tokens = self.tensors["d2t"].astype(int) + np.arange(len(self.tensors["d2t"]))
+            tokens = np.arange(len(self.tensors["lm_head.weight"]))
+            if "d2t" in self.tensors:
+                tokens += self.tensors["d2t"].astype(int)
             y = self._norm(x, "norm")
             logits[tokens] = self.tensors["lm_head.weight"] @ y
             return logits, y if self.config.get("norm_output") else x
+        if "fusion_fc.weight" in self.tensors:
+            return self._speculators_row(cache, embedded, state)
         x = self.tensors["fc.weight"] @ np.concatenate([embedded, state]) + self.tensors["fc.bias"]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
@@ -106,6 +120,20 @@ class Drafting:
                 cache, layer, name, x, self._norm(x, f"{name}.input_layernorm") if layer else x
             )
         return self.target.weights.head.data.astype(np.float64) @ x, x
+
+    def _speculators_row(
+        self, cache: Cache, embedded: np.ndarray, state: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A row of EAGLE in the layout of speculators, whose norms may be missing."""
+
+        def normed(x: np.ndarray, name: str) -> np.ndarray:
+            return self._norm(x, name) if f"{name}.weight" in self.tensors else x
+
+        pair = np.concatenate([normed(embedded, "embedding_layernorm"), state])
+        x = self.tensors["fusion_fc.weight"] @ pair + self.tensors["fusion_fc.bias"]
+        inputs = normed(x, "transformer.input_layernorm")
+        y = normed(self._layer(cache, 0, "transformer", x, inputs), "pre_lm_head_layernorm")
+        return self.target.weights.head.data.astype(np.float64) @ y, y
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(x, self.tensors[f"{name}.weight"], self.eps)
