@@ -709,3 +709,20 @@ def test_a_completion_that_takes_most_of_the_limit_starts_in_time(monkeypatch):
     assert any(
         one.finish_reason == "length" for one in answers_of_careless_model(schema, limit=120)
     )
+
+
+def test_a_name_that_is_written_twice_is_one_property() -> None:
+    """The mask counts it twice: alone, it is the wrong twin. One property more than the required
+    ones needs no validator."""
+    tokenizer = ByteTokenizer()
+    schema = {"type": "object", "additionalProperties": {"enum": [1]}, "minProperties": 2}
+    constraint = JsonSchema(schema)
+    twice, state = '{"a":1,"a":1}', constraint.start(tokenizer, tokenizer.vocab_size)
+    for token in tokenizer.encode(twice, special=False):
+        assert state.allows(token)
+        state.advance(token)
+    assert state.can_stop
+    assert walk(constraint, tokenizer, '{"a":1,"b":1}')
+    assert not walk(constraint, tokenizer, twice)
+    other = JsonSchema({"type": "object", "required": ["a"], "minProperties": 2})
+    assert not walk(other, tokenizer, twice) and not other.needs_validation

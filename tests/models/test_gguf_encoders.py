@@ -22,10 +22,11 @@ from tokenizers import (
     trainers,
 )
 
+import encoder_models
 from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.models.tokenizers import HFTokenizer
-from encoder_models import hf_states
+from encoder_models import TASKS, hf_states, save_published_jina_v3
 from gguf_encoders import (
     CASES,
     REMOTE_CASES,
@@ -409,3 +410,69 @@ def test_tokens_equal_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     strings = [text for text in texts() if "\u0301" not in text]  # a mark that it keeps
     for text, tokens in zip(strings, llama_cpp_tokens(path, strings), strict=True):
         assert rebuilt.encode(text) == tokens, text
+
+
+def write_tasks(folder: Path, published: Path, **changes: Any) -> None:
+    """The files of tasks that llama.cpp's converter writes beside `tiny.gguf`; `changes` replace
+    metadata of the second one."""
+    from safetensors.numpy import load_file
+
+    tensors = load_file(published / "model.safetensors")
+    names = tensor_names("jina-bert-v3", 8)
+    for index, (task, prompt) in enumerate(TASKS.items()):
+        writer = gguf.GGUFWriter(folder / f"lora-{task}-tiny.gguf", "jina-bert-v3")
+        metadata = {
+            "general.type": "adapter",
+            "adapter.type": "lora",
+            "adapter.lora.task_name": task,
+            "adapter.lora.prompt_prefix": prompt,
+            "adapter.lora.alpha": encoder_models.SCALE * encoder_models.RANK,
+        }
+        for key, value in {**metadata, **(changes if index else {})}.items():
+            add = writer.add_string if isinstance(value, str) else writer.add_float32
+            add(key, value)
+        for name, values in tensors.items():
+            module, is_update, part = name.partition(".parametrizations.weight.0.lora_")
+            if is_update and "pooler" not in module:
+                target = names.get_name(module.removeprefix("roberta."))
+                stored = values[index]
+                if target == "token_embd" and part == "B":
+                    stored = stored.T
+                elif target == "token_types":
+                    part = {"A": "B", "B": "A"}[part]
+                name = f"{target}.weight.lora_{part.lower()}"
+                writer.add_tensor(name, np.ascontiguousarray(stored))
+        finish(writer)
+
+
+def test_the_tasks_of_jina_embeddings_v3_have_files_of_their_own(tmp_path: Path) -> None:
+    """As in the published layout, which is compared with `transformers`. Wrong twins: the other
+    task, and no task."""
+    case, model = CASES["jina v3"], original(CASES["jina v3"])
+    folder = tmp_path / "published"
+    save_published_jina_v3(model, folder)
+    path = write_encoder(tmp_path / "tiny.gguf", case, model, metadata={"rope.freq_base": 20000.0})
+    with LLM(path, threads=1) as llm:
+        assert not llm.tasks
+        plain = llm.embed(TOKENS)
+    write_tasks(tmp_path, folder)
+    with LLM(path, threads=1) as llm, LLM(folder, threads=1) as expected:
+        assert llm.tasks == expected.tasks == sorted(TASKS)
+        assert llm.embed(TOKENS) == plain
+        found = [np.array(llm.embed(TOKENS, task=task)) for task in TASKS]
+        for task, vector in zip(TASKS, found, strict=True):
+            assert np.abs(vector - unit(np.array(expected.embed(TOKENS, task=task)))).max() < 1e-5
+        for wrong in (found[1], np.array(plain)):
+            assert np.abs(found[0] - wrong).max() > 1e-2
+        [*_, (task, prompt)] = TASKS.items()
+        tokens = llm.tokenizer.encode(f"{prompt}abc")
+        assert llm.embed("abc", task=task) == llm.embed(tokens, task=task)
+    for changes, message in (
+        ({"adapter.type": "other"}, "holds no updates of a task of jina-embeddings-v3"),
+        ({"adapter.lora.task_name": next(iter(TASKS))}, "two of its files .* the same task"),
+        ({"adapter.lora.alpha": 9.0}, "has another alpha than"),
+    ):
+        write_tasks(tmp_path, folder, **changes)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            LLM(path)
+        assert "\n" not in str(caught.value)

@@ -150,6 +150,19 @@ def test_patterns_whose_lengths_are_ignored_are_detected(monkeypatch: pytest.Mon
     assert wrong_strings(STRINGS[0]) > 0 and wrong_strings(STRINGS[7]) > 0
 
 
+def test_long_strings_are_shortened_where_the_grammar_would_be_too_large() -> None:
+    long = {"type": "string", "maxLength": 1500}
+    one = of_schema(long)
+    assert one(json.dumps("a" * 1500)) and not one(json.dumps("a" * 1501))
+    properties = {name: long for name in ("a", "b", "c", "d")}
+    several = of_schema({"type": "object", "properties": properties, "additionalProperties": False})
+    assert several(json.dumps({"a": "x" * 200, "d": "é" * 200}, ensure_ascii=False))
+    assert not several(json.dumps({"a": "x" * 201}))
+    short = {**long, "minLength": 1400}
+    with pytest.raises(ConstraintError, match="too large"):
+        of_schema({"type": "object", "properties": dict.fromkeys(properties, short)})
+
+
 def test_anchors_of_the_first_and_last_alternative_alone_are_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

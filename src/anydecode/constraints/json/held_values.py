@@ -43,13 +43,13 @@ def value_type(first_byte: int) -> str | None:
 
 
 def countable_properties(schema: Any) -> Iterator[str]:
-    """The objects of which a mask counts a name that is written twice as two properties, as
-    "minProperties at #/path"."""
+    """The objects of which a mask counts a name that is written twice as two properties, so that
+    they may have too few, as "minProperties at #/path"."""
     for path, node in subschemas(schema):
         required = node.get("required")
         num_required = len(required) if isinstance(required, list) else 0
         is_open = node.get("additionalProperties") is not False or node.get("patternProperties")
-        if is_open and _number(node.get("minProperties")) > num_required:
+        if is_open and _number(node.get("minProperties")) > num_required + 1:
             yield f"minProperties at {path}"
 
 

@@ -331,7 +331,8 @@ class JsonSchema(CompletedConstraint):
                 "", "", report, validator, ["schema at #"], SchemaHints(self.schema)
             )
         grammar, candidate, is_guarded, stronger = self._compile_grammar(tokenizer, vocab_size)
-        dropped = list(dict.fromkeys([*candidate.dropped, *_formats(self.schema, INEXACT_FORMATS)]))
+        inexact = (*_formats(self.schema, INEXACT_FORMATS), *countable_properties(self.schema))
+        dropped = list(dict.fromkeys([*candidate.dropped, *inexact]))
         left_out = self._release(validator, candidate) if dropped else []
         guards = {
             "finish": self.finish,

@@ -60,6 +60,8 @@ _COMBINING = ("$ref", "anyOf", "allOf", "enum", "const")
 #: Maximum number of schemas that are merged, and of the remainders of a multiple, counted again for
 #: each decimal.
 _MAX_MERGED, _MAX_REMAINDERS = 1_000, 2_000
+#: What a larger maxLength counts as in a grammar that is too large otherwise: the first that helps.
+_SHORTER = (200, 40)
 
 
 def _bytes(*ranges: tuple[int, int]) -> Expression:
@@ -171,14 +173,28 @@ def canvas_grammar_of(description: str) -> ByteGrammar:
 
 
 def _grammar_of_schema(schema: Any, options: dict[str, Any]) -> ByteGrammar:
-    return grammar_of(lambda: inlined(_SchemaRules(schema, options).rules))
+    lengths = [node.get("maxLength") for _, node in subschemas(schema)]
+    longest = max((one for one in lengths if isinstance(one, int | float)), default=0)
+    *limits, last = (MAX_COPIES, *(limit for limit in _SHORTER if limit < longest))
+
+    def grammar(limit: int) -> ByteGrammar:
+        return grammar_of(lambda: inlined(_SchemaRules(schema, options, limit).rules))
+
+    for limit in limits:
+        try:
+            return grammar(limit)
+        except ConstraintError as error:
+            if str(error) != TOO_LARGE:
+                raise
+    return grammar(last)
 
 
 class _SchemaRules:
     """The rules of a schema: `rules[name]`; rule "" is the whole text. `options` are llguidance's,
-    "x-guidance"."""
+    "x-guidance". A maxLength above `limit` counts as that."""
 
-    def __init__(self, schema: Any, options: dict[str, Any]) -> None:
+    def __init__(self, schema: Any, options: dict[str, Any], limit: int) -> None:
+        self._limit = limit
         self._root = schema = _with_any_of(schema)
         self._definitions = {
             key: schema[key] for key in DEFINITIONS if isinstance(schema, dict) and key in schema
@@ -286,7 +302,7 @@ class _SchemaRules:
         if name == "array":
             return self._array(schema)
         if name == "string":
-            return _string(schema)
+            return _string(schema, self._limit)
         if name in ("number", "integer"):
             return _number(schema, is_integer=name == "integer")
         return literal("null") if name == "null" else choice([literal("true"), literal("false")])
@@ -415,7 +431,7 @@ def _counts(schema: dict[str, Any], what: str) -> tuple[int, int | None]:
     return math.ceil(schema.get(f"min{what}", 0)), None if highest is None else math.floor(highest)
 
 
-def _string(schema: dict[str, Any]) -> Expression:
+def _string(schema: dict[str, Any], limit: int) -> Expression:
     lowest, highest = _counts(schema, "Length")
     if highest is not None and highest < lowest:
         return choice(())
@@ -427,7 +443,7 @@ def _string(schema: dict[str, Any]) -> Expression:
     if "pattern" in schema:
         parts.append(_written(search_expression(schema["pattern"])))
     if lowest or highest is not None or not parts:
-        most = None if highest is None else max(lowest, min(highest, MAX_COPIES))
+        most = None if highest is None else max(lowest, min(highest, limit))
         parts.append(repeated(_CHARACTER, lowest, most))
     return sequence([_QUOTE, _intersection(parts), _QUOTE])
 

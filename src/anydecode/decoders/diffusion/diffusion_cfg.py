@@ -253,10 +253,12 @@ class GrammaticalDenoiser(Denoiser):
             "a complete text may also end at the last position without an end of text",
             "of a JSON Schema, strings have only the short escapes, additional property names none,"
             " and numbers no exponents; of the formats, common values are allowed; a maxLength"
-            " above 2,000 counts as 2,000; a name that is written twice counts as two properties."
-            " Keywords beside $ref, anyOf or allOf are merged into one schema. Refused are those"
-            " that cannot be merged, a $ref to an anchor or another document, and a multipleOf"
-            " whose remainders, counted again for each decimal, are more than 2,000",
+            " above 2,000 counts as 2,000, or as 200 or 40 where the grammar would be too large; a"
+            " name that is written twice counts as two properties, and where they are too few then,"
+            " the validator refuses them. Keywords beside $ref, anyOf or allOf are merged into one"
+            " schema. Refused are those that cannot be merged, a $ref to an anchor or another"
+            " document, and a multipleOf whose remainders, counted again for each decimal, are more"
+            " than 2,000",
         ),
         remote={
             "block": Range(0, 4096),

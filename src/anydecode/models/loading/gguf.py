@@ -16,6 +16,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
+from anydecode.models.loading import gguf_tasks
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_dflash import ARCHITECTURE as DFLASH
 from anydecode.models.loading.gguf_dflash import load_dflash
@@ -85,6 +86,10 @@ def load_gguf(path: Path) -> Checkpoint:
         for name, tensor in xielu_tensors(file, config["num_hidden_layers"]).items():
             readers[name], shapes[name] = partial(np.array, tensor), tensor.shape
     check_shapes(path, architecture, config, shapes)
+    if architecture == gguf_tasks.ARCHITECTURE:
+        readers |= gguf_tasks.read_task_files(
+            path, config, lambda info: _convert(file, info, architecture, config)[0][0]
+        )
     keys = Keys(file)
     options, classifier = classifier_of(keys)
     if classifier:
