@@ -14,6 +14,7 @@ from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative.draft_choice import best_draft
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts
+from anydecode.scoring.goodput import useful_counts
 
 #: Tokens that a drafter drafts behind a text, and the probabilities that it gives them.
 Chain = tuple[Sequence[int], Sequence[float]]
@@ -38,15 +39,101 @@ def recorded(llm: LLM) -> Iterator[list[Burst]]:
     run = llm.model.run
 
     def running(rows: Any, cache: Any, spec: Any) -> Any:
-        if spec.drafts is not None:
-            bursts.append(Burst(spec.drafts, spec.step_limits[0]))
+        first = len(bursts)
+        if spec.drafts:
+            bursts.extend(map(Burst, spec.drafts, spec.step_limits))
         output = run(rows, cache, spec)
-        if spec.drafts is not None:
-            bursts[-1].tokens = output.steps[0]
+        if spec.drafts:
+            for burst, tokens in zip(bursts[first:], output.steps, strict=True):
+                burst.tokens = tokens
         return output
 
     llm.model.run = running  # type: ignore[method-assign]
     yield bursts
+
+
+@contextmanager
+def recorded_calls(llm: LLM) -> Iterator[list[list[Burst]]]:
+    """The calls with drafts for several sequences, in order, with the burst of each."""
+    calls: list[list[Burst]] = []
+    run = llm.model.run
+
+    def running(rows: Any, cache: Any, spec: Any) -> Any:
+        if len(spec.drafts) < 2:
+            return run(rows, cache, spec)
+        bursts = list(map(Burst, spec.drafts, spec.step_limits))
+        output = run(rows, cache, spec)
+        for burst, tokens in zip(bursts, output.steps, strict=True):
+            burst.tokens = tokens
+        calls.append(bursts)
+        return output
+
+    llm.model.run = running  # type: ignore[method-assign]
+    yield calls
+
+
+class _Copies:
+    """The copies of one sequence in a call, by `MatchCursor`."""
+
+    def __init__(self, burst: Burst) -> None:
+        self.burst, self.left, self.cursors = burst, list(burst.tokens), list[MatchCursor]()
+        for text in burst.texts:
+            history = NgramIndex(NGRAM_SIZES)
+            history.extend(text.tokens.tolist())
+            self.cursors.append(MatchCursor(history))
+            self.cursors[-1].position, self.cursors[-1].length = text.position, text.match
+
+    def _chance(self, index: int, depth: int = 0) -> float:
+        length = self.cursors[index].length
+        chances = self.burst.texts[index].chances
+        return float(chances[min(length + depth, MAX_MATCH)]) if length else 0.0
+
+    def paths(self, max_drafts: int, min_probability: float) -> tuple[list[int], list[float]]:
+        """The chain from the best text, and the probabilities of its beginnings."""
+        if not self.cursors:
+            return [], []
+        room = min(max_drafts, self.burst.num_steps - len(self.burst.tokens) + len(self.left) - 1)
+        best = max(range(len(self.cursors)), key=self._chance)
+        chain = self.cursors[best].chain(room)
+        paths = np.cumprod([self._chance(best, depth) for depth in range(len(chain))]).tolist()
+        paths = [path for path in paths if path >= min_probability]
+        return chain[: len(paths)], paths
+
+    def read(self, draft: Sequence[int]) -> None:
+        """Go on behind a pass with this draft."""
+        kept = 0
+        while kept < min(len(draft), len(self.left) - 1) and self.left[kept] == draft[kept]:
+            kept += 1
+        for token in self.left[: kept + 1]:
+            if self.cursors:
+                self.cursors[0].history.append(token)
+            for cursor in self.cursors:
+                cursor.step(self.cursors[0].history.tokens)
+        self.left = self.left[kept + 1 :]
+
+
+def shared_drafts_by_rule(bursts: Sequence[Burst], apart: bool = False) -> list[list[list[int]]]:
+    """The drafts of each sequence in each pass of a call: of all chains the tokens which together
+    promise the most per second, by `useful_counts`; with `apart`, those of each sequence as if its
+    drafts were the only ones."""
+    first = bursts[0].drafts
+    costs, copies, found = first.costs.tolist(), [_Copies(burst) for burst in bursts], []
+    for number in range(len(first.rows)):
+        chains, paths = zip(
+            *(one.paths(len(costs) - 1, first.min_probability) for one in copies), strict=True
+        )
+
+        def cost(rows: int) -> float:
+            return costs[rows] if rows < len(costs) else float("inf")
+
+        if apart:
+            counts = [useful_counts([path], len(bursts), cost)[0] for path in paths]
+        else:
+            counts = useful_counts(paths, len(bursts), cost)
+        found.append([chain[:count] for chain, count in zip(chains, counts, strict=True)])
+        for one, burst in zip(copies, bursts, strict=True):
+            one.read(burst.drafts.drafts[number])
+    return found
 
 
 def drafts_by_rule(

@@ -409,7 +409,8 @@ def bound(**changes: Any) -> BoundDrafts:
         seconds=0.0,
         max_drafts=4,
     )
-    return BoundDrafts(BurstDrafts([text], np.ones(3), 1.0, 0.02, replace(drafter, **changes)), 4)
+    drafts = BurstDrafts([text], np.ones(3), 1.0, 0.02, replace(drafter, **changes))
+    return BoundDrafts([drafts], [4])
 
 
 @pytest.mark.parametrize(

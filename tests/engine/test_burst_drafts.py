@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.certification.oracles.speculative.auto import BatchCosts
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm
 from anydecode.decoders.framework.ngram_index import SEPARATOR
+from anydecode.decoders.speculative import auto
 from anydecode.decoders.speculative.auto import FIRST_BURST_PASSES
+from anydecode.decoders.speculative.draft_sources import CopySource
 from anydecode.engine import costs
 from anydecode.engine.plan import Plan
 from anydecode.kernels.cache import KeyValues
@@ -30,7 +33,7 @@ from anydecode.kernels.interface import (
 )
 from anydecode.kernels.library import load_library
 from anydecode.scoring.cost import CostTable
-from bursts import drafts_by_rule, recorded
+from bursts import drafts_by_rule, recorded, recorded_calls, shared_drafts_by_rule
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
 
@@ -102,12 +105,12 @@ def test_the_passes_of_a_burst_correct_the_costs(monkeypatch: pytest.MonkeyPatch
         on_pass = llm.engine.on_pass
         llm.engine.on_pass = lambda plan, seconds: (plans.append(plan), on_pass(plan, seconds))
         llm.generate(PROMPTS[0], decoder="auto", ignore_eos=True, max_tokens=100)
-    copied = [plan.output_spec.drafts for plan in plans if plan.output_spec.drafts is not None]
+    copied = [one for plan in plans for one in plan.output_spec.drafts]
     assert copied and all(len(one.rows) == len(one.seconds) > 0 for one in copied)
     rows: list[int] = []
     for plan in plans:  # a last token alone is scored without drafts
         drafts = plan.output_spec.drafts
-        rows += drafts.rows if drafts is not None else [len(plan.rows)] * (plan.num_passes == 1)
+        rows += drafts[0].rows if drafts else [len(plan.rows)] * (plan.num_passes == 1)
     num_copied = sum(len(one.rows) for one in copied)
     assert rows[-num_copied:] == seen[-num_copied:]
 
@@ -162,6 +165,93 @@ def test_bursts_grow_while_the_chances_of_drafts_are_unknown() -> None:
     assert max(len(burst.drafts.rows) for burst in bursts) > 2 * FIRST_BURST_PASSES
 
 
+#: More prompts that are answered together.
+TOGETHER = [*PROMPTS, "abc abd abc abd abc", "tick tock tick"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "MIN_SHARED_GAIN", -1e9)  # all bursts have drafts
+    options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 120}
+    options["ignore_eos"] = True
+    with native_llm() as llm, recorded_calls(llm) as calls:
+        expected = [llm.generate(p, decoder="autoregressive", **options).tokens for p in TOGETHER]
+        llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * (1 + 0.002 * rows**2), llm)
+        answers = llm.generate(TOGETHER, decoder="auto", trace=True, **options)
+        llm.engine.check_integrity()
+    assert [answer.tokens for answer in answers] == expected
+    drafts = [one.drafts.drafts for bursts in calls for one in bursts]
+    assert len(calls) > 1 and max(map(len, calls)) == len(TOGETHER)
+    assert sum(len(draft) for one in drafts for draft in one) > 20
+    found, apart = [], []
+    for bursts in calls:
+        passes = list(zip(*(one.drafts.drafts for one in bursts), strict=True))
+        assert passes == [tuple(one) for one in shared_drafts_by_rule(bursts)]
+        found += passes
+        apart += [tuple(one) for one in shared_drafts_by_rule(bursts, apart=True)]
+    assert found != apart
+    num_rows = [sum(map(sum, zip(*(one.drafts.rows for one in b), strict=True))) for b in calls]
+    assert max(num_rows) > len(TOGETHER)
+    for answer in answers:
+        steps, stats = answer.trace or [], answer.stats
+        assert [token for step in steps for token in step["tokens"]] == answer.tokens
+        num_scored = stats.num_prompt_tokens - stats.num_cached_tokens + len(steps) - 1
+        assert stats.rows == num_scored + sum(len(step["drafted"]) for step in steps)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 9, 40])
+def test_texts_in_company_end_where_they_should(max_tokens: int) -> None:
+    options: dict[str, Any] = {"ignore_eos": True}
+    lengths = [max_tokens, 30, max_tokens + 1, 64, 17]
+    with native_llm() as llm:
+        plain = [
+            llm.generate(prompt, decoder="autoregressive", max_tokens=length, **options)
+            for prompt, length in zip(TOGETHER, lengths, strict=True)
+        ]
+        stop = plain[1].tokens[20]
+        plain[1] = llm.generate(
+            TOGETHER[1], decoder="autoregressive", max_tokens=30, stop_tokens=[stop], **options
+        )
+        llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * (1 + 0.01 * rows), llm)
+        requests = [
+            llm.request(
+                prompt, max_tokens=length, stop_tokens=[stop] * (index == 1), decoder="auto",
+                **options,
+            )
+            for index, (prompt, length) in enumerate(zip(TOGETHER, lengths, strict=True))
+        ]  # fmt: skip
+        for request in requests:
+            llm.start(request, background=False)
+        llm.driver.advance(lambda: all(request.done for request in requests))
+        found = [request.generation() for request in requests]
+        llm.engine.check_integrity()
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert [one.finish_reason for one in found] == [one.finish_reason for one in plain]
+
+
+def test_no_text_is_read_where_no_draft_in_company_can_save_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60}
+    reads: list[Any] = []
+    with native_llm() as llm:
+        llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * rows, llm)
+        run, calls = llm.model.run, []
+
+        def running(rows: Rows, cache: KeyValues, spec: OutputSpec) -> Output:
+            output = run(rows, cache, spec)
+            calls.append((len(spec.drafts), output.num_passes))
+            return output
+
+        llm.model.run = running  # type: ignore[method-assign]
+        monkeypatch.setattr(CopySource, "as_text", lambda *given: reads.append(given))
+        llm.generate(TOGETHER, decoder="auto", **options)
+    assert not reads and max(number for number, _ in calls) == 0
+    assert max(passes for _, passes in calls) > 2
+
+
 def copies(**changes: Any) -> BurstDrafts:
     tokens = np.array([1, 2, 1, SEPARATOR, 0, 0, 0, 0], np.int32)
     text = CopyText(tokens, 4, 1, 1, np.full(MAX_MATCH + 1, 0.5))
@@ -187,6 +277,6 @@ def copies(**changes: Any) -> BurstDrafts:
 def test_arrays_that_the_kernels_would_read_outside_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:
-    BoundDrafts(copies(), 4)
+    BoundDrafts([copies()], [4])
     with pytest.raises(ValueError, match=message):
-        BoundDrafts(copies(**changes), 4)
+        BoundDrafts([copies(**changes)], [4])

@@ -186,9 +186,10 @@ class EngineCostModel:
         # Longer times include other work of the machine.
         rate = HOST_RATE if host_seconds > self._host_seconds else 0.5
         self._host_seconds += rate * (host_seconds - self._host_seconds)
-        if drafts is not None and drafts.rows:
+        if drafts and drafts[0].rows:
             context = int(plan.rows.prefix.mean())
-            for count, taken in zip(drafts.rows, drafts.seconds, strict=True):
+            num_rows = map(sum, zip(*(one.rows for one in drafts), strict=True))
+            for count, taken in zip(num_rows, drafts[0].seconds, strict=True):
                 self.record(count, context, taken)
             return
         if plan.num_passes == 1 and len(plan.output_spec.logits) == rows:

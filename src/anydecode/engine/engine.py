@@ -432,8 +432,9 @@ class Engine:
         if runner.name == TARGET:
             for sequence in {request.sequence.root for request, _, _ in plan.scheduled}:
                 sequence.num_passes += plan.num_passes
-            for request, _, count in plan.scheduled:
-                request.sequence.root.num_rows += count + plan.num_further_rows
+            further_rows = plan.further_rows or [0] * len(plan.scheduled)
+            for (request, _, count), further in zip(plan.scheduled, further_rows, strict=True):
+                request.sequence.root.num_rows += count + further
         self._completed.extend((runner, request, scores) for request, scores in completed)
 
     def _finish(self) -> None:

@@ -21,7 +21,9 @@ from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
     MAX_SEQUENCES,
+    MAX_SHARED_DRAFTS,
     Array,
+    BurstDrafts,
     Output,
     OutputSpec,
     Rows,
@@ -38,6 +40,9 @@ from anydecode.scoring.span import MultiStepSpan, Span
 #: tokens are streamed together. A request that is submitted or cancelled meanwhile ends it earlier
 #: (`Engine.interrupt`).
 MAX_MULTI_STEP_SECONDS = 0.05
+#: The positions for which the costs of passes with drafts are computed, and the numbers of costs
+#: that are kept and of their uses.
+COST_CONTEXT, MAX_COSTS, COSTS_USES = 256, 256, 16
 
 
 @dataclass(eq=False)
@@ -105,6 +110,8 @@ class ModelRunner:
         self.thread_cost: ThreadCost | None = None
         # Duration of the last pass over one row of so many sequences, or step of a burst of them.
         self._step_seconds: dict[int, float] = {}
+        # Costs by numbers of sequences, positions and drafts, with the number of their uses.
+        self._costs: dict[tuple[int, int, int], tuple[int, np.ndarray]] = {}
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
     def divide(self) -> None:
@@ -187,13 +194,12 @@ class ModelRunner:
         has_adapters = network is None or bool(network.adapters)
         spec = self.model.spec
         builder = _Builder(scheduled, spec.hidden_size, spec.vocab_size, has_adapters)
-        is_joint, further_steps = are_drafts(scheduled), self._further_steps(scheduled)
+        if len(scheduled) > 1 and not are_drafts(scheduled):
+            self._share_steps(scheduled)
         for item in scheduled:
             request, span, count = item
             if id(request) in deferred or request not in self.waiting:
                 continue
-            if not is_joint and len(scheduled) > 1 and isinstance(span, MultiStepSpan):
-                span.extra_tokens = further_steps
             if not self._reserve(request, span, count, make_room, planned):
                 deferred.add(id(request))
                 continue
@@ -224,43 +230,83 @@ class ModelRunner:
             return
         else:
             spec.interrupt = self.interrupt
-            if len(spans) == 1:
-                limits = self._limit_alone(plan, spans[0])
+            max_passes = self._max_steps(len(spans))
+            has_drafts = any(span.drafts is not None for span in spans)
+            if has_drafts and (len(spans) == 1 or not spec.hidden):
+                self._allow_drafts(plan, spans, max_passes)
+            else:
+                limits = [min(limit, max_passes) for limit in limits]
         if max(limits) > 1:
             plan.multi_step, spec.step_limits = spans, limits
             spec.end_tokens = spans[0].end_tokens
             if len(spans) > 1:
                 spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
 
-    def _limit_alone(self, plan: Plan, span: MultiStepSpan) -> list[int]:
-        """Limit the steps, or the passes with drafts, of a text that runs alone. Returns its
-        maximum number of tokens."""
-        max_passes, num_tokens, spec = self._max_steps(1), 1 + span.reserved, plan.output_spec
-        if span.drafts is None:
-            return [min(num_tokens, max_passes)]
-        span.drafts.max_passes = min(max_passes, num_tokens, span.drafts.max_passes)
-        spec.drafts = span.drafts
-        plan.states.clear()  # its passes return the states that a drafter reads
-        spec.hidden.clear()
-        return [num_tokens]
+    def _allow_drafts(self, plan: Plan, spans: list[MultiStepSpan], max_passes: int) -> None:
+        """Let the passes of a text that runs alone, or of several texts with one budget, have
+        drafts."""
+        spec, given = plan.output_spec, next(span.drafts for span in spans if span.drafts)
+        rule = given.costs, given.min_gain, given.min_probability
+        spec.drafts = [span.drafts or BurstDrafts([], *rule) for span in spans]
+        first = spec.drafts[0]
+        if len(spans) == 1:
+            first.max_passes = min(max_passes, 1 + spans[0].reserved, first.max_passes)
+            plan.states.clear()  # its passes return the states that a drafter reads
+            spec.hidden.clear()
+            return
+        first.max_passes = max_passes
+        if self.pass_cost is not None:
+            context = sum(span.kv_cache.length for span in spans) // len(spans)
+            max_drafts = min(MAX_SHARED_DRAFTS, len(given.costs) - 1)
+            first.costs = self._shared_costs(self.pass_cost, len(spans), context, max_drafts)
+
+    def _shared_costs(
+        self, cost: PassCost, num_sequences: int, context: int, max_drafts: int
+    ) -> np.ndarray:
+        """Seconds of a pass over one row of each sequence and 0 to `max_drafts` drafts; computed
+        anew now and then."""
+        key = num_sequences, context // COST_CONTEXT, max_drafts
+        uses, costs = self._costs.get(key, (0, np.empty(0)))
+        if not uses:
+            rows = range(num_sequences, num_sequences + max_drafts + 1)
+            # Corrections of two sizes may make more rows look cheaper, which they never are.
+            positions = key[1] * COST_CONTEXT + COST_CONTEXT // 2
+            costs = np.maximum.accumulate([cost(n, positions) for n in rows])
+            if len(self._costs) > MAX_COSTS:
+                self._costs.clear()
+        self._costs[key] = (uses + 1) % COSTS_USES, costs
+        return costs
 
     def _max_steps(self, num_sequences: int) -> int:
         """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`."""
         return max(1, int(MAX_MULTI_STEP_SECONDS / self._step_seconds.get(num_sequences, inf)))
 
-    def _further_steps(self, scheduled: list[ScheduledSpan]) -> int:
-        """The number of further steps of a pass over one row of each of several sequences, if all
-        of them allow some and no other request waits."""
+    def _share_steps(self, scheduled: list[ScheduledSpan]) -> None:
+        """Set how many further tokens each of several sequences may have in a pass: one in each of
+        its further steps, and more where drafts may be accepted."""
+        spans = [span for _, span, _ in scheduled if isinstance(span, MultiStepSpan)]
+        num_steps = self._num_shared_steps(scheduled)
+        has_drafts = num_steps > 0 and any(span.drafts is not None for span in spans)
+        for span in spans:
+            num_further = max(num_steps - 1, int(has_drafts))
+            if span.drafts is not None:
+                span.drafts.drafter = None  # it drafts for a single sequence
+                num_further = 2 * num_steps + MAX_SHARED_DRAFTS if has_drafts else 0
+            span.extra_tokens = min(span.extra_tokens, num_further)
+
+    def _num_shared_steps(self, scheduled: list[ScheduledSpan]) -> int:
+        """The number of steps of a pass over one row of each of several sequences, if all of them
+        allow some and no other request waits; else 0."""
         if not 1 < len(scheduled) == len(self.waiting) <= MAX_SEQUENCES:
             return 0
-        num_further = self._max_steps(len(scheduled)) - 1
+        num_steps = self._max_steps(len(scheduled))
         for request, span, count in scheduled:
             if not can_go_on(span, request, count) or count > 1:
                 return 0
-            if span.min_probability is not None or span.drafts is not None:
+            if span.min_probability is not None:
                 return 0
-            num_further = min(num_further, span.extra_tokens)
-        return num_further
+            num_steps = min(num_steps, 1 + span.extra_tokens)
+        return num_steps
 
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
@@ -327,9 +373,11 @@ class ModelRunner:
             for one, probabilities in zip(plan.multi_step, output.step_probabilities, strict=False):
                 one.probabilities = probabilities
             drafts = plan.output_spec.drafts
-            rows = drafts.rows if drafts is not None else []
             plan.num_passes = output.num_passes
-            plan.num_further_rows = sum(rows) - 1 if rows else plan.num_passes - 1
+            if drafts and drafts[0].rows:
+                plan.further_rows = [sum(one.rows) - 1 for one in drafts]
+            else:
+                plan.further_rows = [plan.num_passes - 1] * len(plan.scheduled)
         if plan.num_rows == len(plan.scheduled) or plan.multi_step:
             self._step_seconds[len(plan.scheduled)] = plan.seconds / plan.num_passes
         self.main.num_passes += plan.num_passes
@@ -384,7 +432,7 @@ class ModelRunner:
         request, span, _ = plan.scheduled[i]
         draft_states, rows = request.sequence.draft_states, plan.output_rows[i]
         drafts = plan.output_spec.drafts
-        drafter = None if drafts is None else drafts.drafter
+        drafter = drafts[0].drafter if drafts else None
         if drafter is not None and drafter.known_states is not None and request in self.waiting:
             for states in draft_states.values():
                 if states.chains is drafter.chains:

@@ -30,7 +30,7 @@ class Plan:
         seconds: Duration of the pass, set after it.
         multi_step: The spans with which the backend may run further steps.
         num_passes: Number of steps that the backend has run.
-        num_further_rows: Rows of all steps but the first, of each of these spans.
+        further_rows: Rows of all steps but the first, of each of `scheduled`; empty: none.
         arrivals: Called between two ranges of layers; returns the sequences that were submitted
             since the pass began.
         is_alone: Whether no other pass runs, so that this one may use all threads.
@@ -47,7 +47,7 @@ class Plan:
     seconds: float = 0.0
     multi_step: list[MultiStepSpan] = field(default_factory=list)
     num_passes: int = 1
-    num_further_rows: int = 0
+    further_rows: list[int] = field(default_factory=list)
     arrivals: Callable[[], Collection[Sequence]] = tuple
     is_alone: bool = True
     left: list[ScheduledSpan] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Plan:
     @property
     def num_rows(self) -> int:
         """Number of rows computed, including those of further steps."""
-        return len(self.rows) + self.num_further_rows * max(1, len(self.multi_step))
+        return len(self.rows) + sum(self.further_rows)
 
     def remove(self, requests: Collection[ScoreRequest]) -> np.ndarray:
         """Remove the rows of `requests` from the pass; their spans go to `left`.

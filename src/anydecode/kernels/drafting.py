@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -12,74 +14,109 @@ from anydecode.kernels.interface import (
     NUM_BINS,
     BurstDrafter,
     BurstDrafts,
+    CopyMatch,
     CopyText,
 )
-from anydecode.kernels.library import Capture, Drafter, Drafting
+from anydecode.kernels.library import Capture, Drafter, Drafting, SequenceDrafts
 from anydecode.kernels.library import CopyText as NativeText
 from anydecode.kernels.mapped import address_of
+
+_TEXT_BYTES = ctypes.sizeof(NativeText)
 
 
 class BoundDrafts:
     """The memory of the drafts of one multi-step pass.
 
     Args:
-        drafts: The texts, the drafter and the costs. Their results are set by `store`.
-        num_steps: Maximum number of tokens of the pass.
+        drafts: Those of each sequence; a single one may have a drafter. Costs and limits are those
+            of the first. Their results are set by `store`.
+        step_limits: Maximum number of tokens of each sequence.
 
     Raises:
         ValueError: An array has the wrong type or size, or a match is outside its text.
     """
 
-    def __init__(self, drafts: BurstDrafts, num_steps: int) -> None:
-        max_drafts, max_passes = len(drafts.costs) - 1, drafts.max_passes
-        if not 0 <= max_drafts <= MAX_BURST_DRAFTS or max_passes < 1 or not drafts.texts:
+    def __init__(self, drafts: Sequence[BurstDrafts], step_limits: Sequence[int]) -> None:
+        costs = np.ascontiguousarray(drafts[0].costs, np.float64)
+        max_drafts, max_passes = len(costs) - 1, drafts[0].max_passes
+        num_texts = sum(len(one.texts) for one in drafts)
+        if not 0 <= max_drafts <= MAX_BURST_DRAFTS or max_passes < 1 or not num_texts:
             raise ValueError("drafts in a burst need a text, a pass and the costs of passes")
-        for index, text in enumerate(drafts.texts):
-            _check(text, 0 if index else num_steps)
-        self._drafts = drafts
-        self._texts = (NativeText * len(drafts.texts))()
-        for native, text in zip(self._texts, drafts.texts, strict=True):
-            native.tokens, native.chances = address_of(text.tokens), address_of(text.chances)
-            native.length, native.position, native.match = text.length, text.position, text.match
-        self._costs = np.ascontiguousarray(drafts.costs, np.float64)
-        self._rows, self._sources = np.zeros((2, max_passes), np.int32)
+        self._drafts, self._costs, width = drafts, costs, max(1, max_passes * max_drafts)
+        # By sequence: the drafts of each pass, their sources, and the tokens of all of them.
+        self._results = np.zeros((len(drafts), 2 * max_passes + width), np.int32)
+        self._probabilities = np.zeros((len(drafts), width), np.float32)
         self._seconds = np.zeros(max_passes)
-        self._tokens = np.zeros(max(1, max_passes * max_drafts), np.int32)
-        self._probabilities = np.zeros(len(self._tokens), np.float32)
+        # By text: what its matches have predicted.
+        self._outcomes = np.empty((num_texts, max(step_limits)), np.int32)
+        self._texts, self._sequences = (NativeText * num_texts)(), (SequenceDrafts * len(drafts))()
+        texts, results = ctypes.addressof(self._texts), address_of(self._results)
+        probabilities, outcomes = address_of(self._probabilities), address_of(self._outcomes)
+        num_bound = 0
+        for native, one, limit in zip(self._sequences, drafts, step_limits, strict=True):
+            native.counts, native.sources = results, results + 4 * max_passes
+            native.drafts, native.probabilities = results + 8 * max_passes, probabilities
+            results += self._results.strides[0]
+            probabilities += self._probabilities.strides[0]
+            if not one.texts:
+                continue
+            native.texts, native.num_texts = texts + num_bound * _TEXT_BYTES, len(one.texts)
+            for index, text in enumerate(one.texts):
+                _check(text, 0 if index else limit)
+                bound = self._texts[num_bound]
+                bound.outcomes = outcomes + num_bound * self._outcomes.strides[0]
+                bound.tokens, bound.chances = address_of(text.tokens), address_of(text.chances)
+                bound.length, bound.position, bound.match = text.length, text.position, text.match
+                num_bound += 1
         self._drafter = None
-        if drafts.drafter is not None:
-            self._drafter = _BoundDrafter(drafts.drafter, num_steps, max_passes)
+        drafter = drafts[0].drafter if len(drafts) == 1 else None
+        if drafter is not None:
+            self._drafter = _BoundDrafter(drafter, step_limits[0], max_passes)
         self._native = Drafting(
-            texts=ctypes.addressof(self._texts),
+            sequences=ctypes.addressof(self._sequences),
             costs=address_of(self._costs),
             drafter=None if self._drafter is None else ctypes.addressof(self._drafter.native),
-            min_gain=drafts.min_gain,
-            min_probability=drafts.min_probability,
-            num_texts=len(drafts.texts),
+            min_gain=drafts[0].min_gain,
+            min_probability=drafts[0].min_probability,
             max_drafts=max_drafts,
             max_passes=max_passes,
-            rows=address_of(self._rows),
-            sources=address_of(self._sources),
             seconds=address_of(self._seconds),
-            drafts=address_of(self._tokens),
-            probabilities=address_of(self._probabilities),
         )
         self.address = ctypes.addressof(self._native)
 
     def store(self) -> None:
         """Set the results after the pass."""
-        drafts, count, first = self._drafts, self._native.num_passes, 0
-        drafts.rows = self._rows[:count].tolist()
-        drafts.sources = self._sources[:count].tolist()
-        drafts.seconds = self._seconds[:count].tolist()
-        drafts.drafts, drafts.probabilities = [], []
-        for rows in drafts.rows:
-            part = slice(first, first + rows - 1)
-            drafts.drafts.append(self._tokens[part].tolist())
-            drafts.probabilities.append(self._probabilities[part].tolist())
-            first += rows - 1
+        num_passes, max_passes = self._native.num_passes, len(self._seconds)
+        seconds, num_bound = self._seconds[:num_passes].tolist(), 0
+        for index, (one, counts) in enumerate(
+            zip(self._drafts, self._results[:, :num_passes].tolist(), strict=True)
+        ):
+            one.rows, one.seconds = [count + 1 for count in counts], seconds
+            one.sources, one.drafts, one.probabilities = self._of_passes(index, counts, max_passes)
+            one.matches = []
+            for text in range(num_bound, num_bound + len(one.texts)):
+                native = self._texts[text]
+                outcomes = self._outcomes[text, : native.num_outcomes].tolist()
+                one.matches.append(CopyMatch(native.position, native.match, outcomes))
+            if one.texts:
+                one.num_read = self._texts[num_bound].length - one.texts[0].length
+            num_bound += len(one.texts)
         if self._drafter is not None:
-            self._drafter.store(count)
+            self._drafter.store(num_passes)
+
+    def _of_passes(
+        self, index: int, counts: list[int], max_passes: int
+    ) -> tuple[list[int], list[list[int]], list[list[float]]]:
+        """By pass: the source of a sequence's draft, the draft, and the probabilities that a
+        drafter gives its tokens."""
+        if not any(counts):
+            return [0] * len(counts), [[] for _ in counts], [[] for _ in counts]
+        results, chances = self._results[index], self._probabilities[index].tolist()
+        tokens = results[2 * max_passes :].tolist()
+        ends = list(accumulate(counts, initial=0))
+        parts = [slice(first, last) for first, last in pairwise(ends)]
+        sources = results[max_passes : max_passes + len(counts)].tolist()
+        return sources, [tokens[part] for part in parts], [chances[part] for part in parts]
 
 
 class _BoundDrafter:

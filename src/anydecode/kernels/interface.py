@@ -595,8 +595,24 @@ class CopyText(NamedTuple):
     chances: np.ndarray
 
 
+class CopyMatch(NamedTuple):
+    """The match in a text after a multi-step pass.
+
+    Attributes:
+        position, match: As those of `CopyText`.
+        outcomes: For each token that a match has predicted, in order, twice the match's length, and
+            1 more if the prediction was right.
+    """
+
+    position: int
+    match: int
+    outcomes: list[int]
+
+
 #: Maximum number of sequences that a multi-step pass drafts for.
 MAX_SEQUENCES = 64
+#: Maximum number of drafts of all sequences in a pass of several.
+MAX_SHARED_DRAFTS = 16
 #: Limits of drafts in bursts: tokens per pass, the longest match with a probability of its own, and
 #: classes of the probabilities that a drafter gives its tokens, of equal width.
 MAX_BURST_DRAFTS, MAX_MATCH, NUM_BINS = 32, 64, 10
@@ -659,26 +675,30 @@ class BurstDrafter:
 
 @dataclass(eq=False)
 class BurstDrafts:
-    """Drafts that a backend may find and verify in the steps of a multi-step pass.
+    """Drafts that a backend may find and verify for a sequence in the steps of a multi-step pass.
 
     Each step scores the last token and the draft that gives the most expected tokens per second: a
     copy from a text, or the chain of a drafter. It keeps the draft's tokens that equal the samples.
-    So the tokens are those without drafts.
+    So the tokens are those without drafts. Of several sequences, each step has the copies that
+    together give the most expected tokens per second.
 
     Attributes:
         texts: The texts; the first is the one that generation continues, whose array has room for
-            the sampled tokens.
-        costs: Seconds of a pass with 0, 1, ... drafts, float64 `[1 to MAX_BURST_DRAFTS + 1]`.
-        min_gain: The least gain of a draft over a pass without one, as a factor.
+            the sampled tokens. Empty beside other sequences: nothing is drafted for this one.
+        costs: Seconds of a pass with 0, 1, ... drafts of all its sequences, float64 `[1 to
+            MAX_BURST_DRAFTS + 1]`.
+        min_gain: The least gain of drafts over a pass without any, as a factor.
         min_probability: The least probability with which all tokens of a draft are right.
-        drafter: A drafter, or None.
+        drafter: A drafter, or None; of a single sequence.
         max_passes: Maximum number of passes; the engine may lower it.
-        rows: Result: the rows of each pass; empty where the backend has not drafted.
+        rows: Result: the sequence's rows in each pass; empty where the backend has not drafted.
         seconds: Result: the duration of each pass.
         drafts: Result: the draft of each pass.
         sources: Result: the index of the text that it was copied from, or the number of texts if it
             is the drafter's.
         probabilities: Result: those that the drafter gives the tokens of its drafts.
+        num_read: Result: how many sampled tokens the texts have been searched for.
+        matches: Result: of each text, after these tokens.
     """
 
     texts: list[CopyText]
@@ -692,6 +712,8 @@ class BurstDrafts:
     drafts: list[list[int]] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     probabilities: list[list[float]] = field(default_factory=list)
+    num_read: int = 0
+    matches: list[CopyMatch] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -709,8 +731,9 @@ class OutputSpec:
     of `end_tokens`, and all of them end where one does. With `min_probabilities` the sequences are
     drafts, of which each ends by itself, also where the product of its tokens' probabilities (at
     temperature 1) is below `min_probabilities[i]`. All end with the present step if the one element
-    of `interrupt`, which other threads may set meanwhile, is not 0. With `drafts`, the steps of one
-    sequence, whose first pass is over a single row, may have drafts.
+    of `interrupt`, which other threads may set meanwhile, is not 0. With `drafts`, one for each
+    sequence, the steps may have drafts, if the first pass is over a single row of each; costs,
+    gain, probability and number of passes are those of the first.
     """
 
     logits: np.ndarray  # int32 row indices
@@ -719,7 +742,7 @@ class OutputSpec:
     step_limits: list[int] = field(default_factory=list)
     end_tokens: frozenset[int] = frozenset()
     min_probabilities: list[float] = field(default_factory=list)
-    drafts: BurstDrafts | None = None
+    drafts: list[BurstDrafts] = field(default_factory=list)
     interrupt: np.ndarray | None = None  # int32 [1]
 
 

@@ -147,8 +147,8 @@ class CopyText(ctypes.Structure):
     _fields_ = [
         ("tokens", pointer),
         *((name, c_int64) for name in ("length", "position")),
-        *((name, c_int32) for name in ("match", "reserved")),
-        ("chances", pointer),
+        *((name, c_int32) for name in ("match", "num_outcomes")),
+        *((name, pointer) for name in ("outcomes", "chances")),
     ]
 
 
@@ -165,14 +165,24 @@ class Drafter(ctypes.Structure):
     ]
 
 
+class SequenceDrafts(ctypes.Structure):
+    """What one sequence of a multi-step pass drafts from, and its drafts."""
+
+    _fields_ = [
+        ("texts", pointer),
+        *((name, c_int32) for name in ("num_texts", "reserved")),
+        *((name, pointer) for name in ("counts", "sources", "drafts", "probabilities")),
+    ]
+
+
 class Drafting(ctypes.Structure):
     """Drafts of a multi-step pass, and the passes that it has run."""
 
     _fields_ = [
-        *((name, pointer) for name in ("texts", "costs", "drafter")),
+        *((name, pointer) for name in ("sequences", "costs", "drafter")),
         *((name, c_double) for name in ("min_gain", "min_probability")),
-        *((name, c_int32) for name in ("num_texts", "max_drafts", "max_passes", "num_passes")),
-        *((name, pointer) for name in ("rows", "sources", "seconds", "drafts", "probabilities")),
+        *((name, c_int32) for name in ("max_drafts", "max_passes", "num_passes", "reserved")),
+        ("seconds", pointer),
     ]
 
 

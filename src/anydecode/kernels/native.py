@@ -255,9 +255,10 @@ class NativeExecutor:
             return self._run_parts(rows, cache, output_spec)
         if cache.inputs:
             self._begin_states(rows, cache)
-        if output_spec.drafts is not None:
+        if output_spec.drafts:
             self._select_program(rows)
-            self._reserve(len(output_spec.drafts.costs), len(output_spec.drafts.costs))
+            max_rows = count + len(output_spec.drafts[0].costs) - 1
+            self._reserve(max_rows, max_rows)
         self._bind(rows, cache, None)
         self._pass.embed = 1
         self._set_inputs(rows.inputs, count)
@@ -303,8 +304,8 @@ class NativeExecutor:
         count, drafts = len(output_spec.step_limits), output_spec.drafts
         self._bind_multi_step(count, num_steps, output_spec)
         bound = None
-        if drafts is not None and self.drafts_in_bursts:
-            bound = BoundDrafts(drafts, num_steps)
+        if drafts and self.drafts_in_bursts:
+            bound = BoundDrafts(drafts, output_spec.step_limits)
             self._pass.drafting = bound.address
         self._call(start, stop, output_spec.logits, captures, count, num_steps)
         if bound is not None:

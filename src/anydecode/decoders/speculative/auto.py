@@ -12,11 +12,12 @@ second than the others are expected to.
 `draft_sources.py` has the sources, `draft_choice.py` the choice.
 
 The cost includes the rows of every running sequence, so the time that a draft adds to the others
-counts against it. Where the backend can, a sequence that runs alone has its copies drafted and
-verified within multi-step bursts (`kernels/interface.py: BurstDrafts`), which cost nothing but
-their rows; so do those of a drafter that reads the target's states, which cost its passes besides.
-Else drafts alternate with bursts as of the method `multi-step`. Where no draft can save time, none
-is searched for. Tokens forced by a constraint are drafted first, since they are always accepted."""
+counts against it. Where the backend can, copies are drafted and verified within multi-step bursts
+(`kernels/interface.py: BurstDrafts`), of all sequences with one budget, which cost nothing but
+their rows; so are the drafts of a drafter that reads the target's states for a sequence that runs
+alone, which cost its passes besides. Else drafts alternate with bursts as of the method
+`multi-step`. Where no draft can save time, none is searched for. Tokens forced by a constraint are
+drafted first, since they are always accepted."""
 
 from __future__ import annotations
 
@@ -61,7 +62,13 @@ from anydecode.decoders.speculative.draft_sources import (
 from anydecode.decoders.speculative.match_cursor import MAX_MATCH_LENGTH, NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
-from anydecode.kernels.interface import MAX_BURST_DRAFTS, BurstDrafter, BurstDrafts
+from anydecode.kernels.interface import (
+    MAX_BURST_DRAFTS,
+    MAX_SHARED_DRAFTS,
+    BurstDrafter,
+    BurstDrafts,
+    CopyText,
+)
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -93,6 +100,18 @@ ROUND_RATE, CALL_RATE = 0.05, 0.1
 SHARED_RATE = 0.1
 #: Numbers of cost lists that are kept, and of their uses.
 COSTS_KEPT, COSTS_USES = 256, 16
+#: The same uses of costs in company, and the positions for which they are computed.
+SHARED_USES, SHARED_CONTEXT = 64, 256
+#: What drafts are first taken to save in a burst in company, in seconds, the weights of a burst in
+#: the averages over one sequence and over all, and the maximum number of bursts between two with
+#: drafts.
+DEFAULT_GAIN, GAIN_RATE, SHARED_GAIN_RATE, MAX_SKIPPED = 0.0002, 0.1, 0.02, 16
+#: What they must save, over the time that preparing them takes. The backend takes about as long
+#: besides, and the tokens that one sequence saves end a pass only where the others save some too.
+MIN_SHARED_GAIN = 4.0
+#: The number of bursts in which the engine has not let the backend draft for a sequence in company
+#: after which they are asked for once in `TRIAL_INTERVAL` times.
+MAX_REFUSED, TRIAL_INTERVAL = 64, 16
 _EMPTY_TREE = TokenTree()
 
 
@@ -145,17 +164,28 @@ class _Session:
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
+        self._shared_gain = decoder.shared_gain  # seconds that drafts save in a burst in company
+        self._num_to_skip, self._num_skipped = 0, 1  # bursts in company without drafts
+        self._has_skipped = False  # such a burst since the text was read
 
     def _catch_up(self) -> None:
         """Read the tokens generated since the last call, and at first the prompt, which takes time
-        only where drafts may save some."""
+        only where drafts may save some. Tokens of bursts without drafts are not followed one by
+        one, and count for no rate."""
         prompt, history = self.sequence.prompt, self.history
         if not len(history):
             # Cursors follow its last tokens only: matches are no longer when they are found.
             first = max(0, len(prompt) - MAX_MATCH_LENGTH)
             history.extend(prompt[:first])
             self._read(prompt[first:], scored=False)
-        self._read(self.sequence.tokens[len(history) - len(prompt) :])
+        tokens = self.sequence.tokens[len(history) - len(prompt) :]
+        if not self._has_skipped:
+            self._read(tokens)
+            return
+        self._has_skipped = False
+        history.extend(tokens)
+        for source in self.sources:
+            source.restart(history.tokens)
 
     def _read(self, tokens: Seq[int], scored: bool = True) -> None:
         text, append = self.history.tokens, self.history.append
@@ -277,29 +307,106 @@ class _Session:
         )
 
     def can_draft_in_bursts(self) -> bool:
-        """Whether the backend can draft by itself in multi-step bursts: the sequence runs alone,
-        and nothing is drafted but copies and chains of a drafter that can run in them."""
+        """Whether the backend can draft by itself in multi-step bursts: nothing is drafted but
+        copies and chains of a drafter that can run in them. Other sequences share the bursts."""
         sequence = self.sequence
         return (
             self._drafts_in_bursts
             and bool(sequence.tokens)
-            and not self.cost_model.num_others()
             and sequence.length - sequence.kv_cache().length == 1
             and self._can_multi_step()
+            and (not self.cost_model.num_others() or self._decoder.shares_bursts())
         )
 
-    def burst(self) -> Decoding:
-        """Generate tokens in a multi-step burst, with drafts that the backend finds."""
+    def bursts(self) -> Decoding:
+        """Generate tokens in multi-step bursts, with drafts that the backend finds."""
+        return self._shared_bursts() if self.cost_model.num_others() else self._burst_alone()
+
+    def _shared_bursts(self) -> Decoding:
+        """Generate tokens in bursts with other sequences, as long as there are some. The backend
+        drafts copies for all of them with one budget. Where this has saved less than preparing it
+        takes, it is tried now and then."""
+        sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
+        rates = [source.rates for source in self.sources]
+        if self.model is not None:
+            self.model.pause(True)
+        while not sequence.finished and (num_others := cost_model.num_others()):
+            room, drafts, seconds = min(MAX_BURST_TOKENS, sequence.remaining), None, 0.0
+            start_time = perf_counter()
+            least, costs = decoder.shared_costs(cost_model, num_others, sequence.length)
+            if not self._num_to_skip and any(least < max(one.bounds) for one in rates):
+                # A backend's drafts take no time but their rows', and need no minimum gain.
+                given = self._texts(room), costs, 1.0, MIN_PROBABILITY
+                drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
+                seconds = perf_counter() - start_time
+            else:
+                self._num_to_skip = max(0, self._num_to_skip - 1)
+                self._has_skipped = True
+            request = sequence.multi_step(room, drafts, is_single=True)
+            tokens = yield request
+            if self.model is not None:
+                self.model.skip(len(tokens))
+            if sequence.trace is not None:
+                if drafts is not None and drafts.rows:
+                    self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
+                else:
+                    self._trace_undrafted(tokens, (perf_counter() - start_time) / len(tokens))
+            sequence.emit(tokens, request.sampler)
+            if drafts is not None:
+                start_time = perf_counter()
+                self._follow(drafts, tokens)
+                seconds += perf_counter() - start_time
+                self._record_shared(drafts, len(tokens), seconds)
+                if not decoder.shares_bursts():
+                    return
+
+    def _texts(self, room: int) -> list[CopyText]:
+        """The texts that the backend copies from, the first with room for so many tokens."""
+        self._catch_up()
+        return [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
+
+    def _follow(self, drafts: BurstDrafts, tokens: Seq[int]) -> None:
+        """Take over what the backend has read of the tokens of a burst. If there is more to learn
+        from them, or it has read none, `_catch_up` reads them."""
+        if drafts.num_read != len(tokens) or self.predictor.successors:
+            return
+        self.history.extend(tokens)
+        for source, found in zip(self.sources, drafts.matches, strict=True):
+            source.follow(found)
+
+    def _record_shared(self, drafts: BurstDrafts, num_tokens: int, seconds: float) -> None:
+        """Record what drafts in company have saved, and choose when to draft again.
+
+        Args:
+            drafts: The drafts of a burst.
+            num_tokens: The tokens that it has generated for this sequence.
+            seconds: The time that preparing and reading them took.
+        """
+        decoder, num_passes = self._decoder, len(drafts.rows)
+        decoder.record_sharing(num_passes > 0, seconds)
+        if not num_passes:
+            return
+        costs, num_drafts = drafts.costs, sum(drafts.rows) - num_passes
+        per_token = costs[0] / (self.cost_model.num_others() + 1)
+        gain = max(0, num_tokens - num_passes) * per_token - num_drafts * (costs[1] - costs[0])
+        self._shared_gain += GAIN_RATE * (gain - self._shared_gain)
+        decoder.shared_gain += SHARED_GAIN_RATE * (gain - decoder.shared_gain)
+        if self._shared_gain > MIN_SHARED_GAIN * decoder.sharing_seconds:
+            self._num_skipped = 1
+        else:
+            self._num_skipped = self._num_to_skip = min(2 * self._num_skipped, MAX_SKIPPED)
+
+    def _burst_alone(self) -> Decoding:
+        """Generate tokens in a burst in which no other sequence runs."""
         sequence, decoder = self.sequence, self._decoder
         first = self._pass_costs(0)[0]
-        self._catch_up()
         room = min(MAX_BURST_TOKENS, sequence.remaining)
-        texts = [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
+        texts = self._texts(room)
         passes = self._passes[: min(sequence.remaining, MAX_BURST_DRAFTS + 1)]
         steps = [first + seconds - passes[0] for seconds in passes]
         drafter = self._burst_drafter(steps)
         drafts = BurstDrafts(
-            [text for text in texts if text.length],
+            texts,
             np.array(steps),
             MIN_GAIN,
             MIN_PROBABILITY,
@@ -328,6 +435,7 @@ class _Session:
             if not drafts.rows:  # the backend has not drafted
                 self._trace_undrafted(tokens, seconds)
         sequence.emit(tokens, request.sampler)
+        self._follow(drafts, tokens)
 
     def _burst_drafter(self, costs: Seq[float]) -> BurstDrafter | None:
         """The drafter of the next burst, if its drafts may save time."""
@@ -516,10 +624,12 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " the default model, and count with their lower bounds",
             "a draft must gain 2 %; costs are measured while the engine runs, not profiled"
             " beforehand",
-            "the kernels choose the drafts of a sequence that runs alone within multi-step bursts,"
-            " if they are copies or those of a drafter that reads the target's states, and the"
-            " sampler has no more than a temperature, top-k, top-p and min-p: chains of the most"
-            " probable source",
+            "the kernels choose the drafts within multi-step bursts, if all sequences allow bursts"
+            " and the samplers have no more than a temperature, top-k, top-p and min-p: chains of"
+            " the most probable source: copies or, for a sequence that runs alone, those of a"
+            " drafter that reads the target's states",
+            "in such bursts beside other sequences a draft need not gain 2 %, but drafts are"
+            " prepared only as long as they have saved four times what that takes",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
@@ -560,6 +670,8 @@ class Auto(Decoder):
         self.num_rounds = 0  # measured ones
         self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
         self.num_calls = 0  # measured ones
+        self.num_refused = 0  # bursts in company without drafts of the backend
+        self.sharing_seconds = 0.0  # that preparing drafts for one takes
         self.learning_seconds = 0.0  # that recording the top tokens of a round takes
         self.clear()
 
@@ -578,7 +690,9 @@ class Auto(Decoder):
         }
         self._cost_model: CostModel | None = None  # that of `_costs`
         self._costs: dict[tuple[int, int, int], tuple[int, list[float]]] = {}
+        self._shared_costs: dict[tuple[int, int], tuple[int, float, np.ndarray]] = {}
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
+        self.shared_gain = DEFAULT_GAIN  # seconds that drafts save in a burst in company
         self.mean_length = inf  # of answers, in tokens; before the first one only a limit is known
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
 
@@ -590,6 +704,7 @@ class Auto(Decoder):
         if cost_model is not self._cost_model or len(self._costs) > COSTS_KEPT:
             self._cost_model = cost_model
             self._costs.clear()
+            self._shared_costs.clear()
         key = (num_others, width, context)
         uses, costs = self._costs.get(key, (0, []))
         if not uses:
@@ -598,6 +713,22 @@ class Auto(Decoder):
             costs = list(accumulate((cost_model.seconds(n, context) for n in rows), max))
         self._costs[key] = ((uses + 1) % COSTS_USES, costs)
         return list(costs)
+
+    def shared_costs(
+        self, cost_model: CostModel, num_others: int, context: int
+    ) -> tuple[float, np.ndarray]:
+        """The least probability of a draft that saves time in a pass beside so many other
+        sequences, above 1 if none does, and the costs of the pass, float64 `[max_drafts + 1]`.
+        Computed for all of the sequences at once, and anew now and then."""
+        key = (num_others, context // SHARED_CONTEXT)
+        uses, least, costs = self._shared_costs.get(key, (0, 1.0, np.empty(0)))
+        if not uses:
+            rows = range(num_others + 1, num_others + 2 + min(self.max_drafts, MAX_SHARED_DRAFTS))
+            positions = key[1] * SHARED_CONTEXT + SHARED_CONTEXT // 2
+            passes = list(accumulate((cost_model.seconds(n, positions) for n in rows), max))
+            least, costs = min_useful_probability(passes, num_others, 1.0), np.array(passes)
+        self._shared_costs[key] = ((uses + 1) % SHARED_USES, least, costs)
+        return least, costs
 
     def record_step(self, seconds: float, pass_seconds: float) -> None:
         """Record the duration of a step of a multi-step burst, relative to a pass over one row."""
@@ -628,6 +759,21 @@ class Auto(Decoder):
             return True
         return SAVED_BY_TOP_TOKENS * pass_seconds < self.call_seconds
 
+    def shares_bursts(self) -> bool:
+        """Whether to ask for bursts in company, which need that all other sequences decode plainly
+        or in such bursts too."""
+        if self.num_refused < MAX_REFUSED:
+            return True
+        self.num_refused += 1
+        return self.num_refused % TRIAL_INTERVAL == 0
+
+    def record_sharing(self, is_granted: bool, seconds: float) -> None:
+        """Record whether a burst in company had drafts of the backend, and how long it took to
+        prepare them. Longer times include other work of the machine."""
+        self.num_refused = 0 if is_granted else self.num_refused + 1
+        rate = 0.5 if seconds < self.sharing_seconds else CALL_RATE
+        self.sharing_seconds += rate * (seconds - self.sharing_seconds)
+
     def record_learning(self, seconds: float) -> None:
         """Record how long it took to record the top tokens of a round."""
         self.learning_seconds += CALL_RATE * (seconds - self.learning_seconds)
@@ -645,7 +791,7 @@ class Auto(Decoder):
         session = _Session(sequence, self)
         while not sequence.finished:
             if session.can_draft_in_bursts():
-                yield from session.burst()
+                yield from session.bursts()
                 continue
             start, root = perf_counter(), sequence.length - 1
             tree = yield from session.draft()

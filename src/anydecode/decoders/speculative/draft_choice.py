@@ -216,12 +216,13 @@ def best_draft(
     return best, best_rate
 
 
-def min_useful_probability(costs: Seq[float], num_others: int) -> float:
+def min_useful_probability(costs: Seq[float], num_others: int, min_gain: float = MIN_GAIN) -> float:
     """The smallest probability of the most probable node with which any number of nodes can
-    save time; above 1 if no draft can. Arguments as for `best_count`."""
+    save time; above 1 if no draft can. `min_gain` is the gain that counts, as a factor; the other
+    arguments are those of `best_count`."""
     num_tokens = num_others + 1.0
     return min(
-        (MIN_GAIN * num_tokens * cost / costs[0] - num_tokens) / count
+        (min_gain * num_tokens * cost / costs[0] - num_tokens) / count
         for count, cost in enumerate(costs[1:], 1)
     )
 

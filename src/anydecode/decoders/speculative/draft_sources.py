@@ -17,7 +17,7 @@ from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.decoders.speculative.match_cursor import MatchCursor
 from anydecode.decoders.speculative.successors import Successors
-from anydecode.kernels.interface import NUM_BINS, BurstDrafter, BurstDrafts, CopyText
+from anydecode.kernels.interface import NUM_BINS, BurstDrafter, BurstDrafts, CopyMatch, CopyText
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -73,6 +73,7 @@ _CLASSES = [
     max(i for i, low in enumerate(MATCH_LENGTHS) if low <= max(n, 1))
     for n in range(MATCH_LENGTHS[-1] + 1)
 ]
+_CLASS_INDEX = np.array(_CLASSES)
 
 
 def class_of(length: int) -> int:
@@ -89,17 +90,21 @@ def num_accepted(draft: Seq[int], tokens: Seq[int]) -> int:
 
 
 class AcceptanceRates:
-    """Acceptance rates by kind of draft; old observations decay."""
+    """Acceptance rates by kind of draft; old observations decay.
+
+    Attributes:
+        bounds: The lower bound of each kind's rate (`__getitem__`).
+    """
 
     def __init__(self, prior: Iterable[float], weight: float = PRIOR_WEIGHT) -> None:
         self.hits = [rate * weight for rate in prior]
         self.tries = [weight] * len(self.hits)
-        self._bounds = [self._bound(kind) for kind in range(len(self.hits))]
+        self.bounds = [self._bound(kind) for kind in range(len(self.hits))]
 
     def __getitem__(self, kind: int) -> float:
         """The lower bound of a kind's rate: the observed rate less `NUM_STANDARD_ERRORS` standard
         errors."""
-        return self._bounds[kind]
+        return self.bounds[kind]
 
     def record(self, kind: int, hit: bool) -> None:
         """Record whether a draft of this kind was right."""
@@ -108,7 +113,7 @@ class AcceptanceRates:
             self.tries[kind] -= 1
         self.hits[kind] += hit
         self.tries[kind] += 1
-        self._bounds[kind] = self._bound(kind)
+        self.bounds[kind] = self._bound(kind)
 
     def rates(self) -> list[float]:
         """The rate of every kind."""
@@ -138,7 +143,7 @@ class CopySource:
         """The history, the match in it and the acceptance probabilities, as backends copy them;
         with `room` for so many tokens."""
         cursor, history = self.cursor, self.cursor.history
-        chances = np.array([self.rates[kind] for kind in _CLASSES])
+        chances = np.array(self.rates.bounds)[_CLASS_INDEX]
         return CopyText(history.array(room), len(history), cursor.position, cursor.length, chances)
 
     def read(self, text: list[int], scored: bool) -> None:
@@ -148,6 +153,17 @@ class CopySource:
         is_hit = self.cursor.step(text)
         if scored and is_hit is not None:
             self.rates.record(class_of(length), is_hit)
+
+    def follow(self, found: CopyMatch) -> None:
+        """Move on to where a backend has followed the text in this history."""
+        self.cursor.position, self.cursor.length = found.position, found.match
+        for outcome in found.outcomes:
+            self.rates.record(class_of(outcome // 2), outcome % 2 == 1)
+
+    def restart(self, text: list[int]) -> None:
+        """Move on to `text`, whose last tokens have not been read and count for no rate."""
+        self.cursor.length = 0
+        self.cursor.step(text)
 
     def advanced(self, text: list[int], tokens: list[int]) -> CopySource:
         """This source after `text` and `tokens`."""

@@ -59,20 +59,24 @@ static void find_match(CopyText *text, const CopyText *of) {
 }
 
 /* Append a generated token to the first text, and move the matches of all texts on. */
-static void read_token(Drafting *drafting, int32_t token) {
-  CopyText *own = drafting->texts;
-  for (int i = 0; i < drafting->num_texts; i++) {
-    CopyText *text = drafting->texts + i;
-    if (text->match && text->position < text->length && text->tokens[text->position] == token) {
+static void read_token(const SequenceDrafts *sequence, int32_t token) {
+  CopyText *own = sequence->texts;
+  for (int i = 0; i < sequence->num_texts; i++) {
+    CopyText *text = sequence->texts + i;
+    int is_known = text->match && text->position < text->length;
+    int32_t predicted = is_known ? text->tokens[text->position] : -1;
+    if (predicted >= 0)
+      text->outcomes[text->num_outcomes++] = 2 * text->match + (predicted == token);
+    if (predicted == token) {
       text->position++;
       text->match++;
     } else {
       text->match = 0;
     }
   }
-  own->tokens[own->length++] = token;
-  for (int i = 0; i < drafting->num_texts; i++)
-    if (drafting->texts[i].match < LONG_MATCH) find_match(drafting->texts + i, own);
+  if (own) own->tokens[own->length++] = token;
+  for (int i = 0; i < sequence->num_texts; i++)
+    if (sequence->texts[i].match < LONG_MATCH) find_match(sequence->texts + i, own);
 }
 
 INLINE double chance_of(const CopyText *text, int depth) {
@@ -81,13 +85,14 @@ INLINE double chance_of(const CopyText *text, int depth) {
 }
 
 /* Copy a draft of up to `max` tokens, from the text with the most probable next token. */
-static void copy_draft(const Drafting *drafting, int max, Draft *draft) {
-  const CopyText *text = drafting->texts;
-  for (int i = 1; i < drafting->num_texts; i++)
-    if (chance_of(drafting->texts + i, 0) > chance_of(text, 0)) text = drafting->texts + i;
+static void copy_draft(const SequenceDrafts *sequence, int max, Draft *draft) {
+  const CopyText *text = sequence->texts;
+  draft->source = draft->count = 0;
+  if (!text) return;
+  for (int i = 1; i < sequence->num_texts; i++)
+    if (chance_of(sequence->texts + i, 0) > chance_of(text, 0)) text = sequence->texts + i;
   int64_t period = text->length - text->position;
-  draft->source = (int)(text - drafting->texts);
-  draft->count = 0;
+  draft->source = (int)(text - sequence->texts);
   if (!text->match || period < 1) return;
   for (int n = 0; n < max; n++) {
     int32_t token = text->tokens[text->position + n % period];

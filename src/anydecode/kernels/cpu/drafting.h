@@ -1,6 +1,6 @@
-/* Multi-step passes with drafts. Each step scores the last token and a draft, and keeps the draft's
- * tokens that equal the samples, so that the tokens are those without drafts. A draft is copied from
- * a text (copying.h), or is the chain of a drafter. */
+/* Multi-step passes with drafts. Each step scores the last token and a draft of each sequence, and
+ * keeps the drafts' tokens that equal the samples, so that the tokens are those without drafts. A
+ * draft is copied from a text (copying.h), or is the chain of a drafter. */
 #ifndef ANYDECODE_DRAFTING_H
 #define ANYDECODE_DRAFTING_H
 
@@ -16,22 +16,28 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Cut a draft off where it gives the most expected tokens per second, and return these. `spent`:
- * the seconds that drafting is expected to have taken. */
-static double cut_draft(const Drafting *drafting, Draft *draft, double spent) {
+/* Cut the drafts of `n` sequences off where they give the most expected tokens per second, and return
+ * these. `spent`: the seconds that drafting is expected to have taken. */
+static double cut_drafts(const Drafting *drafting, Draft *const *drafts, int n, double spent) {
   const double *costs = drafting->costs;
-  double expected = 1.0, path = 1.0, best = drafting->min_gain / (costs[0] + spent);
-  int count = 0;
-  for (int n = 0; n < draft->count; n++) {
-    path *= draft->chances[n];
-    if (path < drafting->min_probability) break;
-    expected += path;
-    if (expected > best * (costs[n + 1] + spent)) {
-      best = expected / (costs[n + 1] + spent);
-      count = n + 1;
+  double expected = n, best = drafting->min_gain * n / (costs[0] + spent), paths[MAX_SEQUENCES];
+  int taken[MAX_SEQUENCES] = {0}, kept[MAX_SEQUENCES] = {0};
+  for (int i = 0; i < n; i++) paths[i] = drafts[i]->count ? drafts[i]->chances[0] : 0.0;
+  for (int total = 1; total <= drafting->max_drafts; total++) {
+    int next = 0;
+    for (int i = 1; i < n; i++)
+      if (paths[i] > paths[next]) next = i;
+    const Draft *draft = drafts[next];
+    if (taken[next] == draft->count || paths[next] < drafting->min_probability) break;
+    expected += paths[next];
+    int count = ++taken[next];
+    paths[next] *= count < draft->count ? draft->chances[count] : 0.0;
+    if (expected > best * (costs[total] + spent)) {
+      best = expected / (costs[total] + spent);
+      memcpy(kept, taken, sizeof(int) * (size_t)n);
     }
   }
-  draft->count = count;
+  for (int i = 0; i < n; i++) drafts[i]->count = kept[i];
   return best;
 }
 
@@ -103,13 +109,13 @@ static int draft_chain(const Drafting *drafting, const Pass *target, SampleSpec 
   }
 }
 
-/* Find a draft of up to `max` tokens: a copy, or the drafter's chain where it promises more. */
-static int find_draft(Drafting *drafting, const Pass *target, const SampleSpec *spec, int max,
+/* Find a draft of up to `max` tokens for a single sequence, whose copy is `draft`: this, or the
+ * drafter's chain where it promises more. */
+static int find_draft(const Drafting *drafting, const Pass *target, const SampleSpec *spec, int max,
                       Draft *draft, int threads) {
   Drafter *drafter = drafting->drafter;
-  copy_draft(drafting, max, draft);
-  Draft copied = *draft;
-  double rate = cut_draft(drafting, draft, 0.0);
+  Draft copied = *draft, *copy = &copied;
+  double rate = cut_drafts(drafting, &draft, 1, 0.0);
   if (!drafter || max < 1 || drafter->num_read == drafter->num_known) return OK;
   if (!drafter->num_due && rate >= drafter->rate) return OK;
   double start = now();
@@ -119,10 +125,10 @@ static int find_draft(Drafting *drafting, const Pass *target, const SampleSpec *
   drafter->draft_seconds[pass] = now() - start;
   drafter->num_drafted[pass] = draft->count;
   if (drafter->num_due) drafter->num_due--;
-  draft->source = drafting->num_texts;
+  draft->source = drafting->sequences->num_texts;
   double spent = draft->count * drafter->seconds;
-  rate = cut_draft(drafting, draft, spent);
-  if (cut_draft(drafting, &copied, spent) > rate) *draft = copied;
+  rate = cut_drafts(drafting, &draft, 1, spent);
+  if (cut_drafts(drafting, &copy, 1, spent) > rate) *draft = copied;
   return OK;
 }
 
@@ -135,19 +141,63 @@ static void capture_states(const Drafter *drafter, int rows) {
   }
 }
 
-/* Run passes over the last token and drafts, up to num_steps tokens or max_passes passes. The logits
- * of the last token kept are the first row. */
+/* A sequence in a pass over its last token and a draft. */
+typedef struct {
+  int32_t token, position; /* of the last token */
+  int step, first;         /* tokens so far; the first row of the pass */
+  int num_drafts;          /* of all passes so far */
+  Draft draft;
+} Drafted;
+
+/* Store the draft of a sequence in the results of a pass. */
+static void store_draft(SequenceDrafts *results, Drafted *one, int pass) {
+  const Draft *draft = &one->draft;
+  results->counts[pass] = draft->count;
+  results->sources[pass] = draft->source;
+  for (int i = 0; i < draft->count; i++) {
+    results->drafts[one->num_drafts] = draft->tokens[i];
+    results->probabilities[one->num_drafts++] = draft->probabilities[i];
+  }
+}
+
+/* Keep the samples of a sequence up to the first that its draft does not have. Returns whether they
+ * end the burst. The logits of the last token kept become row `number`. */
+static int keep_samples(const Pass *pass, int number, Drafted *one, const SampleSpec *specs) {
+  Drafting *drafting = pass->drafting;
+  Drafter *drafter = drafting->drafter;
+  int32_t *tokens = pass->multi_step_tokens + (int64_t)number * pass->num_steps;
+  int kept = 0, ends = 0;
+  for (;; kept++) {
+    int32_t token = specs[one->first + kept].token;
+    ends = token < 0;
+    if (ends) break;
+    tokens[one->step++] = one->token = token;
+    read_token(drafting->sequences + number, token);
+    if (drafter) drafter->tokens[drafter->num_known++] = token;
+    ends = is_end_token(pass, token) || one->step == pass->step_limits[number];
+    if (ends || kept == one->draft.count || token != one->draft.tokens[kept]) break;
+  }
+  pass->step_counts[number] = one->step;
+  one->position += kept + 1;
+  int64_t from = one->first + kept, size = pass->head_size;
+  if (from > number)
+    memcpy(pass->logits + number * size, pass->logits + from * size, sizeof(float) * (size_t)size);
+  return ends;
+}
+
+/* Run passes over the last tokens and drafts, up to max_passes passes, or until a text ends or has
+ * its step_limits. */
 static int drafting_steps(const Pass *pass, int threads) {
-  enum { ROWS = MAX_DRAFTS + 1 };
+  enum { ROWS = MAX_SEQUENCES + MAX_DRAFTS };
   static const int32_t zeros[ROWS];
   Drafting *drafting = pass->drafting;
   Drafter *drafter = drafting->drafter;
   int32_t tokens[ROWS], positions[ROWS], slots[ROWS], tables[ROWS], prefixes[ROWS];
-  int32_t adapters[ROWS], logit_rows[ROWS], table = *pass->table, base = *pass->positions;
-  int32_t *drafts = drafting->drafts;
-  float *probabilities = drafting->probabilities;
+  int32_t adapters[ROWS], logit_rows[ROWS];
   SampleSpec specs[ROWS];
-  Draft draft;
+  Drafted sequences[MAX_SEQUENCES];
+  Draft *drafts[MAX_SEQUENCES];
+  int n = pass->num_samples;
   Pass next = *pass;
   next.captures = drafter ? drafter->captures : NULL;
   next.num_captures = drafter ? drafter->num_captures : 0;
@@ -160,61 +210,56 @@ static int drafting_steps(const Pass *pass, int threads) {
   next.logit_rows = logit_rows;
   next.samples = specs;
   if (pass->adapters) next.adapters = adapters;
-  tokens[0] = *pass->tokens;
-  for (int step = 0;;) {
-    int64_t room = pass->table_length[table] - base - 1;
-    int max = pass->num_steps - step - 1, problem;
-    if (max > drafting->max_drafts) max = drafting->max_drafts;
-    if (room < 0) return ERROR_TABLE;
-    if (max > room) max = (int)room;
-    specs[0] = *pass->samples;
-    specs[0].counter[0] += (uint32_t)step;
-    if ((problem = find_draft(drafting, pass, specs, max, &draft, threads))) return problem;
-    int count = draft.count, rows = count + 1, kept = 0;
-    memcpy(tokens + 1, draft.tokens, sizeof(int32_t) * (size_t)count);
-    for (int i = 0; i < rows; i++) {
-      positions[i] = base + i;
-      prefixes[i] = base + i + 1;
-      slots[i] = pass->tables[table][base + i];
-      tables[i] = table;
-      adapters[i] = pass->adapters ? *pass->adapters : -1;
-      logit_rows[i] = i;
-      specs[i] = *pass->samples;
-      specs[i].counter[0] += (uint32_t)(step + i);
-      specs[i].row = i;
+  for (int i = 0; i < n; i++) {
+    sequences[i] = (Drafted){.token = pass->tokens[i], .position = pass->positions[i]};
+    drafts[i] = &sequences[i].draft;
+  }
+  for (;;) {
+    int max = 0, problem = OK, rows = 0, ends = 0;
+    for (int i = 0; i < n; i++) {
+      const Drafted *one = sequences + i;
+      int64_t room = pass->table_length[pass->table[i]] - one->position - 1;
+      max = pass->step_limits[i] - one->step - 1;
+      if (max > drafting->max_drafts) max = drafting->max_drafts;
+      if (room < 0) return ERROR_TABLE;
+      if (max > room) max = (int)room;
+      copy_draft(drafting->sequences + i, max, drafts[i]);
+    }
+    if (n > 1) {
+      cut_drafts(drafting, drafts, n, 0.0);
+    } else {
+      SampleSpec spec = *pass->samples;
+      spec.counter[0] += (uint32_t)sequences->step;
+      problem = find_draft(drafting, pass, &spec, max, drafts[0], threads);
+    }
+    if (problem) return problem;
+    for (int i = 0; i < n; i++) {
+      Drafted *one = sequences + i;
+      one->first = rows;
+      for (int j = 0; j <= one->draft.count; j++, rows++) {
+        tokens[rows] = j ? one->draft.tokens[j - 1] : one->token;
+        positions[rows] = one->position + j;
+        prefixes[rows] = positions[rows] + 1;
+        tables[rows] = pass->table[i];
+        slots[rows] = pass->tables[tables[rows]][positions[rows]];
+        adapters[rows] = pass->adapters ? pass->adapters[i] : -1;
+        logit_rows[rows] = rows;
+        specs[rows] = pass->samples[i];
+        specs[rows].counter[0] += (uint32_t)(one->step + j);
+        specs[rows].row = rows;
+      }
     }
     next.num_rows = next.num_logits = next.num_samples = rows;
     if (drafter) capture_states(drafter, rows);
     double start = now();
     if ((problem = run_once(&next, threads))) return problem;
-    for (int i = 0; i < count; i++) {
-      *drafts++ = draft.tokens[i];
-      *probabilities++ = draft.probabilities[i];
+    drafting->seconds[drafting->num_passes] = now() - start;
+    for (int i = 0; i < n; i++) {
+      store_draft(drafting->sequences + i, sequences + i, drafting->num_passes);
+      ends |= keep_samples(pass, i, sequences + i, specs);
     }
-    drafting->rows[drafting->num_passes] = rows;
-    drafting->sources[drafting->num_passes] = draft.source;
-    drafting->seconds[drafting->num_passes++] = now() - start;
-    pass->step_counts[1] = drafting->num_passes;
-    for (;; kept++) {
-      int32_t token = specs[kept].token;
-      pass->step_counts[0] = step + (token >= 0);
-      if (token < 0) return OK;
-      pass->multi_step_tokens[step++] = token;
-      read_token(drafting, token);
-      if (drafter) drafter->tokens[drafter->num_known++] = token;
-      int ends = is_end_token(pass, token) || step == pass->num_steps;
-      int is_last = kept == count || token != tokens[kept + 1];
-      int is_full = drafting->num_passes == drafting->max_passes;
-      if (ends || (is_last && (is_full || is_interrupted(pass)))) {
-        if (kept)
-          memcpy(pass->logits, pass->logits + (int64_t)kept * pass->head_size,
-                 sizeof(float) * pass->head_size);
-        return OK;
-      }
-      if (is_last) break;
-    }
-    base += kept + 1;
-    tokens[0] = specs[kept].token;
+    pass->step_counts[n] = ++drafting->num_passes;
+    if (ends || drafting->num_passes == drafting->max_passes || is_interrupted(pass)) return OK;
   }
 }
 

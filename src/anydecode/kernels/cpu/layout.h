@@ -160,7 +160,11 @@ enum { MAX_DRAFTS = 32, MAX_MATCH = 64, NUM_BINS = 10 };
 typedef struct {
   int32_t *tokens; /* [length]; the first text has room for the tokens of a pass */
   int64_t length, position;
-  int32_t match, reserved;
+  int32_t match;
+  int32_t num_outcomes; /* result: of `outcomes` */
+  /* Result: for each token that a match has predicted, twice the match's length, and 1 more if it
+   * was right; [step_limits of the sequence]. */
+  int32_t *outcomes;
   /* The probability that the token after a match of so many tokens is right, [MAX_MATCH + 1]. */
   const double *chances;
 } CopyText;
@@ -189,19 +193,26 @@ typedef struct {
   double *draft_seconds; /* result: of each pass */
 } Drafter;
 
-/* Drafts of a multi-step pass; see drafting.h. */
+/* What one sequence of a multi-step pass drafts from, and its drafts. */
 typedef struct {
   CopyText *texts; /* the first is the one that generation continues; it grows */
-  const double *costs; /* seconds of a pass with 0 to max_drafts drafts */
-  Drafter *drafter;    /* NULL: none */
+  int32_t num_texts, reserved; /* 0 texts: it has no drafts */
+  int32_t *counts;  /* result: the drafts of each pass */
+  int32_t *sources; /* result: of each pass's draft: a text, or num_texts for the drafter */
+  int32_t *drafts;  /* result: of all passes in order, [max_passes * max_drafts] */
+  float *probabilities; /* result: of the same, as the drafter gives them */
+} SequenceDrafts;
+
+/* Drafts of a multi-step pass; see drafting.h. */
+typedef struct {
+  SequenceDrafts *sequences; /* [num_samples] */
+  const double *costs;       /* seconds of a pass with 0 to max_drafts drafts of all sequences */
+  Drafter *drafter;          /* of a single sequence; NULL: none */
   double min_gain, min_probability;
-  int32_t num_texts, max_drafts, max_passes;
-  int32_t num_passes; /* result, as are the following */
-  int32_t *rows;      /* of each pass */
-  int32_t *sources;   /* of each pass's draft: a text, or num_texts for the drafter */
-  double *seconds;    /* of each pass */
-  int32_t *drafts;    /* of all passes in order, [max_passes * max_drafts] */
-  float *probabilities; /* of the same, as the drafter gives them */
+  int32_t max_drafts, max_passes;
+  int32_t num_passes; /* result */
+  int32_t reserved;
+  double *seconds; /* result: of each pass */
 } Drafting;
 
 struct Pass {
@@ -248,7 +259,7 @@ struct Pass {
   int32_t vocab_size;
   int32_t carries_states; /* whether the input of a further step is the last row's hidden state */
   int32_t team; /* of the threads that run the pass */
-  Drafting *drafting; /* of a multi-step pass with a single row; NULL: further steps have no drafts */
+  Drafting *drafting; /* of a multi-step pass with a row per sequence; NULL: its steps have no drafts */
   const int32_t *step_limits; /* of a multi-step pass: the maximum number of tokens of each sequence */
   const double *min_probabilities;
   /* The positions that the last indexer has selected for each row, [rows, groups, top_k], at

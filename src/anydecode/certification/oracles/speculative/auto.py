@@ -118,8 +118,8 @@ def auto() -> Iterator[Check]:
 
 #: Prompt, number of tokens, and how many tokens the first sequence has when this one joins.
 COMPANY = (
-    ("the cat sat on the mat and the cat sat on", 150, 0),
-    ("a", 60, 20),
+    ("the cat sat on the mat and the cat sat on", 250, 0),
+    ("a", 150, 20),
     ("one two three one two three one two", 40, 30),
     ("aaaa bbbb aaaa bbbb aaaa", 48, 30),
     ('name: "x", name: "y", name: "', 12, 30),
@@ -163,8 +163,8 @@ def _company(temperature: float) -> Iterator[Check]:
 
             def on_pass(plan: Plan, seconds: float) -> None:
                 bursts.append(plan.num_passes)  # noqa: B023
-                copies = plan.output_spec.drafts
-                copied.extend(copies.rows if copies is not None else ())  # noqa: B023
+                for one in plan.output_spec.drafts:
+                    copied.extend(one.rows)  # noqa: B023
                 widths.append(len(llm.engine.running))  # noqa: B023
 
             llm.engine.on_pass = on_pass
