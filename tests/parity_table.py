@@ -31,6 +31,7 @@ OTHER_REFERENCES = {
         "Llama of `transformers`",
     ),
     "baichuan": "Llama of `transformers`, 2 settings; a forward pass in numpy, 2 settings",
+    "openelm": "a forward pass in numpy, 2 settings",
     "orion": "StableLM of `transformers`",
     "qwen": "Qwen2 of `transformers`",
     "chatglm": "GLM of `transformers`",

@@ -20,6 +20,7 @@ from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from baichuan_models import baichuan_checkpoint
 from nemotron_models import nemotron_checkpoint
+from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
 from rwkv_models import rwkv_checkpoint
 from tiny_models import hf_model, own_model
@@ -32,6 +33,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "blockffn": blockffn_checkpoint,
     "step3_text": step3_checkpoint,
     "baichuan": baichuan_checkpoint,
+    "openelm": openelm_checkpoint,
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }

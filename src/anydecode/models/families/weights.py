@@ -31,6 +31,7 @@ _PREFIXES = (
     "language_model.model.",
     "backbone.",
     "encoder.",
+    "transformer.",
     "",
 )
 
