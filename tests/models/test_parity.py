@@ -495,6 +495,19 @@ MINIMAX_M3: dict[str, Any] = {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2, "full_attention"],
     "swiglu_limit": 0.5,
 }
+#: Two layers of two halves each.
+LONGCAT_FLASH: dict[str, Any] = {
+    **LATENT_SIZES,
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "expert_ffn_hidden_size": 24,
+    "routed_scaling_factor": 2.5,
+}
 #: Layers of all kinds, with and without experts by token, and several times as many entries as the
 #: indexer selects.
 DEEPSEEK_V4: dict[str, Any] = {
@@ -1183,6 +1196,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_sinkhorn_iters": 20,
             "rope_parameters": {"rope_type": "default"},
         },
+    ),
+    "longcat flash": ("LongcatFlash", LONGCAT_FLASH),
+    "longcat flash yarn": (
+        "LongcatFlash",
+        {**LONGCAT_FLASH, "zero_expert_num": 1, "rope_parameters": DEEPSEEK_ROPE},
     ),
     "minimax m3": ("MiniMaxM3VL", MINIMAX_M3),
     "minimax m3 local blocks": (

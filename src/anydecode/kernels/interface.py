@@ -422,6 +422,8 @@ class Routing:
         block_experts: If given, the rows of a pass that see the same positions (a block of a
             diffusion model) choose from this number of experts: those with the largest scores of
             any of the rows, after the selection bias was added (LLaDA2.2).
+        num_identity: So many experts, the last ones, have no matrices and return their input
+            (LongCat-Flash).
     """
 
     experts_per_token: int
@@ -434,6 +436,7 @@ class Routing:
     scales_inputs: bool = False
     jitter: float = 0.0
     block_experts: int | None = None
+    num_identity: int = 0
 
 
 @dataclass(eq=False)

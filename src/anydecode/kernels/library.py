@@ -59,7 +59,7 @@ class Routing(ctypes.Structure):
         ("is_given", c_int32),
         ("is_plain", c_int32),
         ("jitter", c_float),
-        *((name, c_int32) for name in ("block_experts", "is_root", "num_tokens")),
+        *((name, c_int32) for name in ("block_experts", "is_root", "num_tokens", "num_identity")),
     ]
 
 

@@ -391,7 +391,8 @@ class NativeBackend(Backend):
         inner, width_out = gate[0].out_features, down[0].out_features
         quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
-        fields = {"groups": top_k, "count": len(gate), **_activation_fields(activation)}
+        count = len(gate) + routing.num_identity
+        fields = {"groups": top_k, "count": count, **_activation_fields(activation)}
         fields["routing"] = self._keep_routing(weights, routing)
         fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
@@ -399,7 +400,7 @@ class NativeBackend(Backend):
         fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + 5 * len(gate) + 16)
+        self.steps[-1].scratch = Value(top_k * per_slot + 5 * count + 16)
         return out
 
     def layer_norm(
@@ -436,6 +437,7 @@ class NativeBackend(Backend):
             is_plain=int(not weights.gate),
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
             block_experts=routing.block_experts or 0,
+            num_identity=routing.num_identity,
         )
         if weights.token_experts is not None:
             self.keepalive.append(weights.token_experts)

@@ -623,6 +623,8 @@ class ReferenceBackend(Backend):
                 inner = self.activate(up, activation)
             y = self._linear(inner, weights.down[expert], down_bias, expert_adapters)
             out[index] = out[index] + (y if routing.scales_inputs else y * share)
+        for expert in range(len(weights.up), len(weights.up) + routing.num_identity):
+            out = out + x * shares[:, expert].unsqueeze(-1)
         return out
 
     def layer_norm(

@@ -595,6 +595,12 @@ class Network:
             y = backend.rms_norm(memory, weights.side.norm, self.spec.norm_eps)
             x = backend.add(x, weights.side.projection.apply(backend, y))
             return backend.join(x, memory)
+        if spec.memory == "shortcut":
+            x = backend.add(x, self._mixer_block(backend, x, index))
+            return self._with_shortcut(backend, x, index)
+        if spec.memory == "adds":
+            x = self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+            return backend.join(backend.add(x, memory), memory)
         if spec.memory is None:
             mixed = self._mixer_block(backend, x, index)
         else:
@@ -624,6 +630,15 @@ class Network:
         return backend.add(
             x, self._recurrent(backend, y, spec.recurrence, weights.recurrent, index)
         )
+
+    def _with_shortcut(self, backend: Backend, x: Any, index: int) -> Any:
+        """x plus the output of the layer's MLP, and then that of the experts beside it."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        mlp = weights.mlp
+        assert isinstance(mlp, Experts) and mlp.shared is not None, "checked by `_check_mlp`"
+        y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
+        routed = _mlp(backend, y, spec, replace(mlp, shared=None))
+        return backend.join(backend.add(x, _mlp(backend, y, spec, mlp.shared)), routed)
 
     def _layer_of_streams(self, backend: Backend, x: Any, index: int) -> Any:
         """The same for several streams. After the last layer their mean takes the place of the
@@ -1803,10 +1818,13 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
     is_plain = spec.mlp == "plain"
     kinds = ("up", "down") if is_plain else ("gate", "up", "down")
     counts = {len(getattr(routed, kind)) for kind in kinds}
-    if counts != {count} or (is_plain and routed.gate):
+    num_matrices = count if spec.routing is None else count - spec.routing.num_identity
+    if counts != {num_matrices} or (is_plain and routed.gate):
         raise CheckpointError(
-            f"{prefix}experts: the weights have {len(routed.up)}, the spec has {count}"
+            f"{prefix}experts: the weights have {len(routed.up)}, the spec has {num_matrices}"
         )
+    if spec.memory == "shortcut" and (mlp.shared is None or mlp.latent_down is not None):
+        raise CheckpointError(f"{prefix}there is no MLP beside the experts of a shortcut")
     if mlp.shared is not None and isinstance(mlp.shared, PlainMlp) != is_plain:
         raise CheckpointError(f"{prefix}the shared expert: the spec is {spec.mlp}")
     if mlp.router_norm is not None:
@@ -1820,7 +1838,7 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         _check_linear(f"{prefix}latent_up", mlp.latent_up, (hidden, size))
     for kind in kinds:
         shape = _shape(kind, inner, size)
-        biases = getattr(routed, f"{kind}_bias") or [None] * count
+        biases = getattr(routed, f"{kind}_bias") or [None] * num_matrices
         for weight, bias in zip(getattr(routed, kind), biases, strict=True):
             _check_linear(f"{prefix}an expert's {kind}", Linear(weight, bias), shape)
     if routed.selection_bias is not None:

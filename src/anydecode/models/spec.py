@@ -272,7 +272,9 @@ class LayerSpec:
             adds a projection of it to the first (RemeDi), "embeddings" if it is attention and an
             MLP, whose attention reads the embeddings, the memory, beside the hidden states, and a
             recurrence, which reads the sum of a projection of the MLP's output and the hidden
-            states (Zamba2); None for none of these.
+            states (Zamba2), "shortcut" if the output of the experts beside its MLP is the memory,
+            "adds" if the memory is added to the layer's output (LongCat-Flash); None for none of
+            these.
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
@@ -670,10 +672,18 @@ class ModelSpec:
 
 def _check_memory(spec: ModelSpec) -> None:
     """One layer with a recurrence makes the memory, before those that read it; or it is a stream of
-    side layers."""
+    side layers, or what the experts of a layer make for the next one."""
     makers = [i for i, layer in enumerate(spec.layers) if layer.memory == "makes"]
     readers = [i for i, layer in enumerate(spec.layers) if layer.memory == "reads"]
-    if any(layer.memory == "side" for layer in spec.layers):
+    if any(layer.memory in ("shortcut", "adds") for layer in spec.layers):
+        kinds = [layer.memory for layer in spec.layers]
+        if kinds != ["shortcut", "adds"] * (len(kinds) // 2):
+            raise ConfigError("every second layer has a shortcut, and the others add its output")
+        if spec.memory_size != spec.hidden_size:
+            raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a shortcut")
+        if any(x.attention is None or x.mlp != "gated" or x.is_parallel for x in spec.layers):
+            raise ConfigError("layers with shortcuts, and those behind, are attention and an MLP")
+    elif any(layer.memory == "side" for layer in spec.layers):
         if spec.memory_size != spec.hidden_size:
             raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a stream")
         if any(x.attention is None or x.memory in ("makes", "reads") for x in spec.layers):
@@ -781,7 +791,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "qk_norm": (None, "head", "heads", "full", "plain"),
         "mlp": ("gated", "plain", "none"),
         "attention_gate": (None, "sigmoid", "softplus"),
-        "memory": (None, "makes", "reads", "side", "embeddings"),
+        "memory": (None, "makes", "reads", "side", "embeddings", "shortcut", "adds"),
     }
     _check_activation(prefix, layer, layer.activation)
     if layer.shared_activation is not None:
@@ -896,6 +906,9 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
         raise refusal(f"{prefix}experts_per_token", used, f"{count} with given weights")
     if layer.mlp == "plain" and not isinstance(layer.activation, str):
         raise ConfigError(f"{prefix}plain experts have no clamped SwiGLU")
+    integer(f"{prefix}experts that return their input", routing.num_identity, 0, count - 1)
+    if routing.num_identity and (routing.scoring == "given" or routing.scales_inputs):
+        raise ConfigError(f"{prefix}experts that return their input have weights of outputs")
     number(f"{prefix}jitter", routing.jitter, 0.0)
     if routing.block_experts is not None:
         integer(f"{prefix}block_experts", routing.block_experts, used, count)

@@ -239,10 +239,13 @@ static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
   scratch->start[op->count] = next;
 }
 
+/* The number of experts with matrices. */
+INLINE int num_matrices(const Op *op) { return op->count - op->routing->num_identity; }
+
 static void expert_products(const Op *op, const ExpertScratch *scratch, int which, const float *x,
                             float *out, int part, int parts) {
-  for (int e = 0; e < op->count; e++) {
-    const Matrix *w = op->experts[which * op->count + e];
+  for (int e = 0; e < num_matrices(op); e++) {
+    const Matrix *w = op->experts[which * num_matrices(op) + e];
     int first = scratch->start[e], rows = scratch->start[e + 1] - first;
     int begin, end;
     if (!rows) continue;
@@ -263,7 +266,8 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
 static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratch, int i, int which,
                   const float *x, float *y) {
   if (op->layer < 0 || !pass->adapters || pass->adapters[i / op->groups] < 0) return;
-  int number = which * op->count + scratch->expert[i];
+  if (scratch->expert[i] >= num_matrices(op)) return;
+  int number = which * num_matrices(op) + scratch->expert[i];
   const Matrix *w = op->experts[number];
   const Lora *loras = pass->loras + (int64_t)pass->adapters[i / op->groups] * pass->num_targets;
   lora_row(loras + op->layer + number, x, w->in_features, w->out_features, y);
@@ -275,6 +279,8 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
   memset(out, 0, (size_t)op->width_out * 4);
   for (int i = row * op->groups; i < (row + 1) * op->groups && scratch->expert[i] >= 0; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
+    if (scratch->expert[i] >= num_matrices(op))
+      y = scratch->x + (int64_t)scratch->slot[i] * op->width;
     add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
     f8 weight = f8_set(op->routing->scales_inputs ? 1.0f : scratch->weight[i]);
     for (int d = 0; d < op->width_out; d += 8) {
@@ -323,7 +329,7 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
       break;
     case 3:
       for (int i = first; i < last; i++) {
-        if (scratch.expert[i] < 0) continue;
+        if (scratch.expert[i] < 0 || scratch.expert[i] >= num_matrices(op)) continue;
         int64_t s = scratch.slot[i];
         const float *from = scratch.x + s * op->width;
         float *hidden = scratch.gate + s * inner, *up = scratch.up + s * inner;

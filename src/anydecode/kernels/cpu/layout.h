@@ -81,6 +81,7 @@ typedef struct {
   int32_t block_experts;    /* experts that rows which see the same may choose from; 0: all */
   int32_t is_root; /* whether scores are roots of softplus, not sigmoids; with is_sigmoid */
   int32_t num_tokens;
+  int32_t num_identity; /* experts, the last ones, that have no matrices and return their input */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */

@@ -120,7 +120,7 @@ def _read_weights(
     config = text_config(checkpoint.config)
     family = FAMILIES[config["model_type"]]
     name = _embedding_name(checkpoint, family)
-    reader = TensorReader(checkpoint, dtype, name, keeps_updates)
+    reader = TensorReader(checkpoint, dtype, name, keeps_updates, family.stored_name)
     shape = (spec.vocab_size, spec.hidden_size)
     embedding = reader.matrix(name, shape, is_outer=True)
     # Checkpoints with tied embeddings do not store the head, and encoders have none.
@@ -400,6 +400,8 @@ class _LayerReader:
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
         if self._spec.latent is not None:
             read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
+            if self._family.has_scaled_ranks:
+                self._scale_ranks(layer)
         elif self._spec.shared_key is not None:
             read_shared_key(self._reader, self._spec, self._name, layer, self._model)
         elif self._spec.low_rank_query is not None:
@@ -448,6 +450,12 @@ class _LayerReader:
             if self._reader.has(f"{self._full('self_attn.q_norm')}.bias"):
                 layer.query_norm_bias = self._head_bias("self_attn.q_norm", layer.query_norm)
                 layer.key_norm_bias = self._head_bias("self_attn.k_norm", layer.key_norm)
+
+    def _scale_ranks(self, layer: LayerWeights) -> None:
+        """Multiply the norms of latent attention by the factors of queries and latents."""
+        assert layer.latent is not None and layer.query_down_norm is not None
+        for norm in (layer.latent.norm, layer.query_down_norm):
+            norm *= np.float32((self._hidden / len(norm)) ** 0.5)
 
     def _multiply(self, layer: LayerWeights) -> None:
         """Apply Falcon-H1's factors of the attention's and the MLP's products."""

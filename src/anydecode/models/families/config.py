@@ -255,7 +255,7 @@ def spec_from_config(
         hyper=_hyper(config) if family.has_hyper_connections else None,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
-        if any(layer.memory in ("side", "embeddings") for layer in layers)
+        if any(layer.memory in ("side", "embeddings", "shortcut") for layer in layers)
         else sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
@@ -383,6 +383,18 @@ def num_experts(config: Config) -> int:
     return int_value(config, key, low=0, high=MAX_EXPERTS)
 
 
+def identity_experts(config: Config, moe: MixtureOfExperts) -> int:
+    """The number of experts that return their input."""
+    if moe.identity_experts is None:
+        return 0
+    return int_value(config, moe.identity_experts, 0, low=0, high=MAX_EXPERTS)
+
+
+def _all_experts(config: Config, family: Family) -> int:
+    """The number of experts, those without matrices included."""
+    return num_experts(config) + (identity_experts(config, family.moe) if family.moe else 0)
+
+
 def shared_size(config: Config, moe: MixtureOfExperts) -> int:
     """The inner size of the MLP that every token runs through; 0 if there is none."""
     if moe.shared_module is None:
@@ -418,6 +430,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         scales_inputs=moe.scales_inputs,
         jitter=_jitter(config) if scoring == "sparsemixer" else 0.0,
         block_experts=block_experts,
+        num_identity=identity_experts(config, moe),
     )
 
 
@@ -630,7 +643,7 @@ def _layers(
                 qk_norm=family.qk_norm if has_qk_norm else None,
                 activation=_capped(own, "swiglu_cap", activation),
                 shared_activation=_shared_activation(own, activation) if is_moe else None,
-                num_experts=num_experts(config) if is_moe else 0,
+                num_experts=_all_experts(config, family) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks and bool_value(own, "has_sinks", True),
                 query_rope=query_ropes[rope] if has_rope[layer] else temperature,
@@ -660,7 +673,7 @@ def _layers(
                 is_differential=family.is_differential,
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
-                memory="embeddings" if family.has_shared_blocks else "side" if is_side else None,
+                memory="side" if is_side else _attention_memory(family, layer),
             )
         )
     return layers
@@ -683,6 +696,13 @@ def _sum_factors(
     names = [f"{part}_{name}_factor" for part in (mixer, "mlp") for name in ("alpha", "beta")]
     first, mixed, second, fed = (number(name, value_or(config, name, 1.0)) for name in names)
     return first, mixed, second, fed
+
+
+def _attention_memory(family: Family, layer: int) -> str | None:
+    """See `LayerSpec.memory`, for a layer with attention that is no side layer."""
+    if family.has_shared_blocks:
+        return "embeddings"
+    return ("shortcut", "adds")[layer % 2] if family.has_shortcuts else None
 
 
 def _memory_layer(layer_types: list[str]) -> int | None:

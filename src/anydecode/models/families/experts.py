@@ -10,7 +10,7 @@ import numpy as np
 from anydecode.kernels.formats import BLOCKS, halves_paired, plain_weight
 from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.families.blockffn import read_blocks
-from anydecode.models.families.config import shared_size
+from anydecode.models.families.config import identity_experts, shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.values import Config, bool_value, int_value, optional_number
 from anydecode.models.families.weights import TensorReader
@@ -21,6 +21,7 @@ _ROUTERS = (
     "mlp.gate",
     "mlp.gate.wg",
     "mlp.router.gate",
+    "mlp.router.classifier",
     "mlp.router",
     "mlp.router.layer",
     "block_sparse_moe.gate",
@@ -57,11 +58,13 @@ def read_experts(
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
     module = router.removesuffix(".layer").removesuffix(".proj").removesuffix(".wg")
-    module = module.replace(".router.gate", ".router")
+    module = module.replace(".router.gate", ".router").removesuffix(".classifier")
     block = module.rpartition(".")[0]
     inner, is_plain = int_value(config, family.moe.inner_size), family.mlp == "plain"
     latent = int_value(config, "moe_latent_size", shape[1])
-    expert_reader = _ExpertReader(reader, family.moe, block, shape[0], latent, inner)
+    num_identity = identity_experts(config, family.moe)
+    sizes = shape[0] - num_identity, num_identity, latent, inner
+    expert_reader = _ExpertReader(reader, family.moe, block, *sizes)
     routed = expert_reader.read_plain() if is_plain else expert_reader.read()
     if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
         routed.selection_bias = _selection_bias(reader, router, block, shape[0])
@@ -112,7 +115,7 @@ def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -
             return reader.tensor(name, (1, count)).ravel()
     names = [f"{module}.expert_bias" for module in (block, router)]
     names += [f"{module}.e_score_correction_bias" for module in (block, f"{block}.experts")]
-    names.append(f"{block}.router_bias")
+    names += [f"{block}.router_bias", f"{block}.router.e_score_correction_bias"]
     name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
     return reader.vector(name, count)
 
@@ -168,10 +171,11 @@ class _ExpertReader:
         moe: MixtureOfExperts,
         block: str,
         count: int,
+        num_identity: int,
         hidden: int,
         inner: int,
     ) -> None:
-        self._reader, self._moe = reader, moe
+        self._reader, self._moe, self._num_identity = reader, moe, num_identity
         self._name, self._block = f"{block}.experts", block
         self._stacked = f"{self._name}.gate_up_proj", f"{self._name}.down_proj"
         if reader.has(f"{block}.input_linear.weight"):
@@ -229,8 +233,10 @@ class _ExpertReader:
         is_transposed = is_interleaved or self._moe.is_transposed
         if is_transposed is None:
             is_transposed = self._reader.shape(self._stacked[1]) == (count, inner, hidden)
-        shape = (count, hidden, 2 * inner) if is_transposed else (count, 2 * inner, hidden)
-        gate_up = self._reader.stacked(self._stacked[0], shape)
+        # The first stack of LongCat-Flash has room for experts without matrices.
+        stored = count + self._num_identity
+        shape = (stored, hidden, 2 * inner) if is_transposed else (stored, 2 * inner, hidden)
+        gate_up = self._reader.stacked(self._stacked[0], shape)[:count]
         shape = (count, inner, hidden) if is_transposed else (count, hidden, inner)
         down = self._reader.stacked(self._stacked[1], shape)
         if is_transposed:

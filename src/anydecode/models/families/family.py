@@ -37,6 +37,8 @@ class MixtureOfExperts:
         is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
             `Routing.block_experts`.
         is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
+        identity_experts: The config's key for the number of further experts that return their
+            input; None: there are none.
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
             largest sums of two scores), "group_limited_greedy" (groups with the largest scores) and
             "greedy" (no groups). The first is the default.
@@ -56,6 +58,7 @@ class MixtureOfExperts:
     scales_inputs: bool = False
     is_per_block: bool = False
     is_blocks: bool = False
+    identity_experts: str | None = None
     methods: tuple[str, ...] = ("noaux_tc",)
 
 
@@ -145,6 +148,8 @@ class Family:
             model type or architecture; None: if it is not one of another.
         keys: Config keys of the family, and the keys that they stand for.
         names: The usual names of a layer's modules, and the names in the family's checkpoints.
+        stored_name: Returns the name in the family's checkpoints of a tensor or module, without the
+            prefix of all names; None: it is the usual one.
         output_bias: Whether `attention_bias` includes the attention's output.
         has_partial_rotary: Whether `partial_rotary_factor` applies.
         interleaved_rope: See `LayerSpec.interleaved_rope`.
@@ -189,6 +194,10 @@ class Family:
         has_second_sum: See `LayerSpec.has_second_sum`.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
+        has_scaled_ranks: Whether queries and latents of latent attention are multiplied by
+            sqrt(hidden size / their rank) (LongCat-Flash).
+        has_shortcuts: Whether the output of the experts of every second layer is added to that of
+            the next layer, see `LayerSpec.memory`. The MLP beside them is that of the layer.
         value_size: The config's key for the numbers of one head's value, where these differ from
             those of its key; None: they are as many.
         has_indexer: Whether an indexer selects the positions that a row attends to, see
@@ -235,6 +244,7 @@ class Family:
     is_own: Callable[[Config], bool] | None = None
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    stored_name: Callable[[str], str] | None = None
     output_bias: bool = True
     has_partial_rotary: bool = False
     interleaved_rope: bool = False
@@ -269,6 +279,8 @@ class Family:
     has_first_norm: bool = True
     has_segments: bool = False
     has_latent_attention: bool = False
+    has_scaled_ranks: bool = False
+    has_shortcuts: bool = False
     value_size: str | None = None
     has_indexer: bool = False
     context_limit: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +42,7 @@ class TensorReader:
     Names are given without the family's prefix, which that of the `embedding` has:
     `layers.0.mlp.up_proj`. Missing and invalid tensors raise a CheckpointError that names the
     tensor. With `keeps_updates`, `linear` returns the updates of packed matrices beside these;
-    otherwise all are merged.
+    otherwise all are merged. `stored_name` is that of the family.
 
     Raises:
         InvalidRequestError: `dtype` is unknown.
@@ -54,13 +54,14 @@ class TensorReader:
         dtype: str | None,
         embedding: str = "embed_tokens",
         keeps_updates: bool = False,
+        stored_name: Callable[[str], str] | None = None,
     ) -> None:
         if dtype not in DTYPES:
             known = ", ".join(name for name in DTYPES if name)
             raise InvalidRequestError(f"dtype {dtype!r} is unknown; choose from {known}")
         self._tensors = checkpoint.tensors
         self._updates = checkpoint.updates if keeps_updates else {}
-        self._source = checkpoint.name
+        self._source, self._stored_name = checkpoint.name, stored_name
         self._layer_format, self._outer_format = DTYPES[dtype]
         self._shared: dict[str, Linear] = {}
         prefixes = (p for p in _PREFIXES if f"{p}{embedding}.weight" in checkpoint.tensors)
@@ -162,7 +163,7 @@ class TensorReader:
         keep_format: bool = False,
     ) -> Weight:
         """A weight, or some of its rows, in the requested format and with its full name."""
-        name = name if name == "lm_head" else f"model.{name}"
+        name = name if name == "lm_head" else f"model.{self._stored(name)}"
         data = weight.data if rows is None else weight.data[rows]
         stored = replace(weight, out_features=len(data), data=data, name=name)
         format = None if keep_format else (self._outer_format if is_outer else self._layer_format)
@@ -257,7 +258,10 @@ class TensorReader:
         return tensor
 
     def _full_name(self, name: str) -> str:
-        return name if name.startswith("lm_head.") else self._prefix + name
+        return name if name.startswith("lm_head.") else self._prefix + self._stored(name)
+
+    def _stored(self, name: str) -> str:
+        return name if self._stored_name is None else self._stored_name(name)
 
     def _read(self, name: str) -> np.ndarray | Weight:
         full = self._full_name(name)
