@@ -71,6 +71,7 @@ COMMANDS = {
     "train depth --recipe specbound": "--model MODEL --out OUT --steps 1 --answers 2",
     "train future-masks": "--model MODEL --out OUT --steps 1 --answers 2",
     "train hidden-transfer": "--model MODEL --out OUT --steps 1 --answers 2",
+    "train acceptance-head": "--model MODEL --draft tiny-autoregressive --out OUT --steps 1",
     "train judge": "--model MODEL --draft tiny-autoregressive --out OUT --questions 4",
     "train masks": "--model MODEL --out OUT --steps 1 --answers 2 --mask 1",
     "train prompts": "--model MODEL --out OUT --steps 1 --answers 2",

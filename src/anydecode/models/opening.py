@@ -23,6 +23,7 @@ from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
 from anydecode.models import (
     accelerators,
+    acceptance_head,
     exit_predictors,
     exit_routers,
     future_masks,
@@ -59,6 +60,7 @@ _TRAINED_PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "sentence_diffusion": (sentence_diffusion.FILE_NAME, sentence_diffusion.SentenceDiffusion.load),
     "hidden_transfer": (hidden_transfer.FILE_NAME, hidden_transfer.HiddenTransfer.load),
     "judge": (judge.FILE_NAME, judge.Judge.load),
+    "acceptance_head": (acceptance_head.FILE_NAME, acceptance_head.AcceptanceWeights.load),
 }
 
 
@@ -333,9 +335,7 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.path, model.dtype, model.end_split = checkpoint.path, dtype, close
-    for name, (file, load) in _TRAINED_PARTS.items():
-        if (path := checkpoint.path / file).exists():
-            setattr(model, name, load(path))
+    add_trained_parts(model, checkpoint.path)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
     with untrusted(checkpoint.path):
@@ -344,6 +344,13 @@ def open_checkpoint(
         if mask is not None and mask >= size and not model.spec.causal:
             raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
     return model, None if tokenizer is None else with_mask(tokenizer, model.spec)
+
+
+def add_trained_parts(model: Model, folder: Path) -> None:
+    """Set what was trained for a model, and is in its folder."""
+    for name, (file, load) in _TRAINED_PARTS.items():
+        if (path := folder / file).exists():
+            setattr(model, name, load(path))
 
 
 def with_mask(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) -> Tokenizer:

@@ -19,7 +19,12 @@ from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.network import Network
-from anydecode.models.opening import choose_executor, open_checkpoint, open_model
+from anydecode.models.opening import (
+    add_trained_parts,
+    choose_executor,
+    open_checkpoint,
+    open_model,
+)
 from anydecode.models.shipped_drafters import shipped_drafter
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.transformer import Transformer
@@ -157,6 +162,7 @@ def _open_head(
     executor = choose_executor(backend, threads, packer=packer)
     model = drafter_model(network, name=checkpoint.name, executor=executor)
     model.path, model.dtype = checkpoint.path, dtype
+    add_trained_parts(model, checkpoint.path)
     return model
 
 

@@ -31,6 +31,7 @@ from anydecode.kernels.interface import (
 )
 from anydecode.kernels.routes import Route, RoutedPass, part_of
 from anydecode.models.accelerators import Accelerators
+from anydecode.models.acceptance_head import AcceptanceWeights
 from anydecode.models.block_heads import SlotHeads
 from anydecode.models.classification import Classifier
 from anydecode.models.encoder_tasks import EncoderTask
@@ -141,6 +142,7 @@ class Transformer:
         self.sentence_diffusion: SentenceDiffusion | None = None  # of its folder
         self.hidden_transfer: HiddenTransfer | None = None  # of its folder
         self.judge: Judge | None = None  # of its folder
+        self.acceptance_head: AcceptanceWeights | None = None  # of its folder
 
     def new_cache(self, num_slots: int, format: str | None = None) -> KeyValues:
         """Zeroed keys and values for `num_slots` positions, in `format` (one of `cache_formats`).

@@ -14,6 +14,15 @@ from anydecode.training.block_adapter import Pair, task_pair
 from anydecode.training.generated import generate_prompts, rendered_prompt, run_requests
 
 
+def prompts_to_answer(llm: LLM, count: int, seed: int) -> list[list[int]]:
+    """Up to `count` prompts, which the model writes if it has a chat template; otherwise they are
+    those of this package's tasks."""
+    if llm.tokenizer.chat_template is not None:
+        return generate_prompts(llm, count, seed)
+    random = Random(f"{seed}/prompts")
+    return [task_pair(llm.tokenizer, random)[0] for _ in range(count)]
+
+
 def own_answers(
     checkpoint: Checkpoint,
     count: int,
@@ -28,11 +37,8 @@ def own_answers(
     with LLM(checkpoint.path, threads=torch.get_num_threads()) as llm:
         if texts:
             prompts = [rendered_prompt(llm.tokenizer, text) for text in texts[:count]]
-        elif llm.tokenizer.chat_template is not None:
-            prompts = generate_prompts(llm, count, seed)
         else:
-            random = Random(f"{seed}/prompts")
-            prompts = [task_pair(llm.tokenizer, random)[0] for _ in range(count)]
+            prompts = prompts_to_answer(llm, count, seed)
         requests = [
             llm.request(one, max_tokens=tokens, temperature=temperature, seed=seed + number)
             for number, one in enumerate(prompts)

@@ -711,3 +711,72 @@ def train_judge(
         plot,
         json,
     )
+
+
+@app.command("acceptance-head")
+def train_acceptance_head(
+    draft: Annotated[
+        str, typer.Option("--draft", help="Draft model or drafter, beside which the head is put.")
+    ],
+    model: options.Model = options.DEFAULT_MODEL,
+    out: Out = Path("acceptance-head"),
+    minutes: Minutes = None,
+    steps: Steps = None,
+    answers: Answers = 64,
+    tokens: AnswerTokens = 64,
+    size: Annotated[int, typer.Option("--size", min=2, help="Drafts per round.")] = 8,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="Temperature of the answers.")
+    ] = 1.0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Drafts per step.")] = 64,
+    rate: Annotated[float, typer.Option("--rate", help="Learning rate.", callback=positive)] = 5e-4,
+    plot: PlotFile = None,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    json: options.Json = False,
+) -> None:
+    """Train the head with which the decoder specdec++ stops drafting: from a draft model's states,
+    it predicts whether the model accepts the draft. It learns from drafts in the model's own
+    answers. A run with the same --out is resumed. The head is in "acceptance_head.safetensors" of
+    --out, and of the folder that --draft names, if it is one: --decoder specdec++ with the same
+    --draft and model uses it.
+
+    Example: anydecode train acceptance-head --draft my-drafter --steps 500 --plot curve.svg
+    """
+    from anydecode.api.llm import LLM
+    from anydecode.models.acceptance_head import FILE_NAME
+    from anydecode.training import curve
+    from anydecode.training.acceptance_head import AcceptanceHeadRun, HeadRecipe
+    from anydecode.training.own_answers import prompts_to_answer
+
+    recipe = HeadRecipe(
+        minutes=minutes_or_default(minutes, steps),
+        steps=steps,
+        tokens=tokens,
+        size=size,
+        temperature=temperature,
+        batch=batch,
+        rate=rate,
+        seed=seed,
+    )
+    with LLM(model, draft=draft, threads=threads or None) as llm:
+        run = trained(
+            lambda: AcceptanceHeadRun(llm, out, recipe, prompts_to_answer(llm, answers, seed)),
+            "steps",
+            threads,
+        )
+    path = run.path
+    if Path(draft).is_dir():
+        path = Path(draft) / FILE_NAME
+        run.weights.save(path)
+    lines = held_out_lines(run, "held-out drafts, {name}")
+    report(
+        run,
+        path,
+        lines,
+        lambda log, file: curve.draw_held_out(
+            log, file, "Training of an acceptance head", "weighted nats per draft"
+        ),
+        plot,
+        json,
+    )

@@ -1,14 +1,17 @@
 """A head on a draft model's last hidden state that predicts whether a draft is accepted (Huang et
-al., "SpecDec++", arXiv:2405.19715), trained while texts are generated."""
+al., "SpecDec++", arXiv:2405.19715), trained while texts are generated, or before (`anydecode train
+acceptance-head`)."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
 from anydecode.decoders.speculative.draft_correction import Adam, normed
 from anydecode.kernels.arithmetic import softmax
+from anydecode.models.acceptance_head import AcceptanceWeights
 
 #: The residual block is applied this often, as in the head that the paper's code releases.
 NUM_LAYERS = 3
@@ -25,9 +28,12 @@ class AcceptanceHead:
     Args:
         hidden_size: Of the draft model.
         rate: Learning rate of Adam.
+        parameters: The trained ones, which are copied; None: random ones.
     """
 
-    def __init__(self, hidden_size: int, rate: float) -> None:
+    def __init__(
+        self, hidden_size: int, rate: float, parameters: Mapping[str, np.ndarray] | None = None
+    ) -> None:
         bound = hidden_size**-0.5
         uniform = np.random.default_rng(0).uniform
         self.parameters = {
@@ -36,7 +42,9 @@ class AcceptanceHead:
             "output": uniform(-bound, bound, (2, hidden_size)).astype(np.float32),
             "output_bias": np.zeros(2, np.float32),
         }
-        self._adam = Adam(self.parameters, rate)
+        if parameters is not None:
+            self.parameters = {name: parameters[name].copy() for name in self.parameters}
+        self.adam = Adam(self.parameters, rate)
 
     def __call__(self, hidden: np.ndarray) -> np.ndarray:
         """The acceptance probabilities, `[...]`, of drafts with the states `hidden` `[...,
@@ -62,7 +70,7 @@ class AcceptanceHead:
             probabilities = softmax(self._logits(states[-1]))
             losses.append(-float((weights * np.log(np.maximum(probabilities, 1e-30))).sum()))
             errors = weights.sum(-1, keepdims=True) * probabilities - weights
-            self._adam.step(self._gradients(states, errors))
+            self.adam.step(self._gradients(states, errors))
         return losses
 
     def _states(self, hidden: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +112,7 @@ def _sigmoid(z: np.ndarray) -> np.ndarray:
 
 class OnlineHead:
     """An `AcceptanceHead` with the examples that it learns from. It is None before the first run of
-    training; `rate` 0 leaves it so."""
+    training, unless it begins with stored weights; `rate` 0 leaves it as it is."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -115,6 +123,12 @@ class OnlineHead:
         self.head: AcceptanceHead | None = None
         self.examples: deque[tuple[np.ndarray, float]] = deque(maxlen=MEMORY)
         self.num_new = 0
+
+    def begin(self, stored: AcceptanceWeights) -> None:
+        """Begin with stored weights, unless there is a head."""
+        if self.head is None:
+            parameters = stored.parameters
+            self.head = AcceptanceHead(len(parameters["block"]), self.rate, parameters)
 
     def add(self, hidden: np.ndarray, label: float) -> None:
         """Store a draft's state, float32 `[hidden_size]`, and the probability that it is

@@ -16,24 +16,29 @@ _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 
 class Adam:
     """Steps of Adam (Kingma and Ba, arXiv:1412.6980) on `parameters`, in place, with the learning
-    rate `rate`."""
+    rate `rate`.
+
+    Attributes:
+        moments: The averages of each parameter's gradients and of their squares.
+        num_steps: Number of steps so far.
+    """
 
     def __init__(self, parameters: dict[str, np.ndarray], rate: float) -> None:
         self.parameters, self.rate = parameters, rate
-        self._moments = {
+        self.moments = {
             name: (np.zeros_like(value), np.zeros_like(value)) for name, value in parameters.items()
         }
-        self._num_steps = 0
+        self.num_steps = 0
 
     def step(self, gradients: dict[str, np.ndarray]) -> None:
         """One step along the gradients of all parameters."""
-        self._num_steps += 1
+        self.num_steps += 1
         for name, gradient in gradients.items():
-            first, second = self._moments[name]
+            first, second = self.moments[name]
             first += (1 - _BETA1) * (gradient - first)
             second += (1 - _BETA2) * (gradient * gradient - second)
-            mean = first / (1 - _BETA1**self._num_steps)
-            variance = second / (1 - _BETA2**self._num_steps)
+            mean = first / (1 - _BETA1**self.num_steps)
+            variance = second / (1 - _BETA2**self.num_steps)
             self.parameters[name] -= self.rate * mean / (np.sqrt(variance) + _EPSILON)
 
 

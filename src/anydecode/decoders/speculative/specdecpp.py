@@ -3,7 +3,8 @@ Speculative Decoding via Adaptive Candidate Lengths", arXiv:2405.19715).
 
 A head on the draft model's last hidden state predicts whether the draft that was fed is accepted.
 Drafting stops when the probability of a rejection, one minus the product of the predictions, passes
-a threshold. The head learns from the verified drafts of earlier requests.
+a threshold. The head is stored beside the draft model (`anydecode train acceptance-head`), and
+learns from the verified drafts of earlier requests.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from anydecode.decoders.speculative.draft_model import (
     sampled_chain,
 )
 from anydecode.errors import InvalidRequestError
+from anydecode.models.acceptance_head import AcceptanceWeights
+from anydecode.models.exit_files import network_of
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
 
@@ -96,6 +99,14 @@ class ThresholdDrafter(Drafter):
         self.online = OnlineHead(rate)
         self.rule = rule
 
+    def prepare(self, sequence: Sequence) -> None:
+        model, target = (sequence.kv_cache(name).pool.model for name in (DRAFT, TARGET))
+        stored: AcceptanceWeights | None = getattr(model, "acceptance_head", None)
+        if stored is not None:
+            lacks = "states for an acceptance head, which needs a transformer"
+            stored.check(network_of(model, lacks), network_of(target, lacks))
+            self.online.begin(stored)
+
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
@@ -121,10 +132,10 @@ class _Session(DraftSession):
         self.sequence.align(DRAFT)
         distributions = distribution_list(drafter.rule)
         model: Any = self.sequence.kv_cache(DRAFT).pool.model
-        learns = drafter.online.rate > 0 and getattr(model, "has_hidden", True)
-        self._states = []
+        online, self._states = drafter.online, []
+        reads = getattr(model, "has_hidden", True) and (online.rate > 0 or online.head is not None)
         stop = StopThreshold(
-            drafter.bound, drafter.min_drafts, drafter.online.head if learns else None, self._states
+            drafter.bound, drafter.min_drafts, online.head if reads else None, self._states
         )
         drafts = yield from draft_chain(
             self.sequence,
@@ -132,7 +143,7 @@ class _Session(DraftSession):
             size,
             distributions=distributions,
             should_stop=stop,
-            states=self._states if learns else None,
+            states=self._states if reads else None,
         )
         self._probabilities, self._samplers = stop.draft_probabilities, stop.samplers
         self._drafted = sampled_chain(drafts, distributions)
@@ -142,7 +153,7 @@ class _Session(DraftSession):
         """Store the state of each draft that was fed and the probability min(1, p / q) that the
         rejection rule accepts it; train at the end of the request."""
         online, scores = self.drafter.online, round.scores
-        if round.tree is self._drafted:
+        if online.rate and round.tree is self._drafted:
             drafts = zip(round.tree.tokens, self._probabilities, self._samplers, strict=True)
             for node, ((token, q, sampler), state) in enumerate(
                 zip(drafts, self._states[1:], strict=False)
@@ -163,11 +174,15 @@ class _Session(DraftSession):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "the head is trained between requests on the drafts that it has seen verified, at first"
-            " after 32 of them (the paper: in advance, on texts that mix drafts with the target's"
-            " tokens); its learned weights are not stored",
-            "before that, a draft's acceptance probability is its draft probability (at temperature"
-            " 0 that of temperature 1); so it is with a draft model that returns no hidden states",
+            "the head that `anydecode train acceptance-head` stores beside the draft model learns"
+            " from drafts of real rounds (the paper: from texts that mix drafts with the target's"
+            " tokens), and goes on learning between requests from those that it sees verified",
+            "its learning rate is constant: 0.0005 in that training and 0.001 between requests (the"
+            " code: at most 5e-5, falling as a cosine, in three epochs)",
+            "without a stored head, one learns so from random weights, at first after 32 drafts;"
+            " before that, a draft's acceptance probability is its draft probability (at"
+            " temperature 0 that of temperature 1); so it is with a draft model that returns no"
+            " hidden states",
             "the head reads the last hidden state over the root of its mean square, not after the"
             " model's final norm",
             "the bound is 0.7 (the code's command: 0.3; the paper: a range)",
@@ -196,7 +211,7 @@ def specdecpp(
         bound: Probability of a rejection at which drafting stops, between 0 and 1.
         min_drafts: Minimum number of drafts per round.
         size: Maximum number of drafts per round.
-        rate: Learning rate of the head; 0: none is trained.
+        rate: Learning rate of the head; 0: none is trained, and a stored one stays as it is.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if not 0 < bound < 1 or not 1 <= min_drafts <= size:
