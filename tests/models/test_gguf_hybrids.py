@@ -656,9 +656,10 @@ def rewritten(path: Path, dropped: list[str]) -> None:
     path.with_suffix(".new").replace(path)
 
 
-def test_the_module_of_qwen3_5_that_predicts_further_tokens_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next"])
+def test_the_module_of_qwen_that_predicts_further_tokens_is_read(name: str, tmp_path: Path) -> None:
     """As in the layout of safetensors."""
-    case = CASES["qwen3.5"]
+    case = CASES[name]
     model = original(case)
     random, size = np.random.default_rng(0), model.config.hidden_size
     layer = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,33 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+SPARSE: dict[str, Any] = {
+    **EXPERTS,
+    **LATENT_SIZES,
+    "num_key_value_heads": 4,
+    "index_topk": 8,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+}
+MIMO_V2: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "v_head_dim": 12,
+    "sliding_window": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+LAYOUTS = {
+    **MTP_LAYOUTS,
+    "mimo v2": (
+        "model.mtp.layers.0.", "model.mtp.layers.0.", "enorm", "hnorm", "eh_proj",
+        "final_layernorm",
+    ),
+}  # fmt: skip
 #: The class, the settings, those of a model of one layer like the module's, and the layout.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "deepseek v3": (
@@ -85,6 +113,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen",
     ),
     "mimo": ("Qwen2", {"num_hidden_layers": 2}, {}, "mimo"),
+    "glm 5, the last layer without an indexer": (
+        "GlmMoeDsa",
+        {
+            **SPARSE,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        {"indexer_types": ["full"], "mlp_layer_types": ["sparse"]},
+        "nextn",
+    ),
+    "mimo v2": (
+        "MiMoV2Flash",
+        MIMO_V2,
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        "mimo v2",
+    ),
 }
 
 
@@ -111,7 +158,7 @@ class _Reference:
         """The model with its module, as published."""
         depth = self.target.config.num_hidden_layers
         layer, module, *norms, projection, last = (
-            name.replace("layers.1.", f"layers.{depth}.") for name in MTP_LAYOUTS[self.layout]
+            name.replace("layers.1.", f"layers.{depth}.") for name in LAYOUTS[self.layout]
         )
         model_type = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
         keys = model_type if self.layout == "mimo" else {}
@@ -119,6 +166,8 @@ class _Reference:
         tensors = dict(whole.tensors)
         for name, value in self.module.state_dict().items():
             if name.startswith("model.layers.0."):
+                if self.layout == "mimo v2":
+                    name = name.replace("post_attention_layernorm", "pre_mlp_layernorm")
                 tensors[layer + name.removeprefix("model.layers.0.")] = value.numpy()
         parts = [*(one.weight for one in self.norms), self.projection.weight]
         for name, weight in zip([*norms, projection], parts, strict=True):
@@ -174,6 +223,18 @@ def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     for event in rounds:
         expected = reference.chain(text[: event["position"]], len(event["drafted"]))
         assert event["drafted"] == expected
+
+
+def test_a_module_whose_layer_the_config_does_not_tell_is_refused() -> None:
+    """The module of MiMo-V2-Flash, of a config without the types of layers: the next layer of the
+    default pattern has experts."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    whole = _Reference("mimo v2").checkpoint()
+    config = {key: x for key, x in whole.config.items() if key != "mlp_layer_types"}
+    with pytest.raises(CheckpointError, match="lists of the model's layers") as refused:
+        load_mtp(replace(whole, config=config), load_network(whole))
+    assert "\n" not in str(refused.value)
 
 
 def _folder(tmp_path: Path, layout: str = "nextn") -> Path:

@@ -2,11 +2,12 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and
-GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, and of speculators.
+GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo and MiMo-V2-Flash, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
-modules, the first drafts all tokens.
+modules, the first drafts all tokens. Those of MiMo-V2-Flash have a window and no experts, whatever
+the model's last layer has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from anydecode.models.drafter_files import check_target
 from anydecode.models.families.build import read_layer
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import mapping_value
+from anydecode.models.families.values import mapping_value, num_layers
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.limits import refusal
@@ -35,6 +36,14 @@ from anydecode.models.spec import ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
 _NESTED = "transformer_layer_config"  # of speculators
+_MLP_NORM = "post_attention_layernorm"
+#: What configs say of a layer with a window and without experts, in lists of all layers.
+_WINDOWED = {
+    "hybrid_layer_pattern": 1,
+    "layer_types": "sliding_attention",
+    "moe_layer_freq": 0,
+    "mlp_layer_types": "dense",
+}
 #: The prefix under which `_Tensors` shows the module's own tensors.
 _MODULE = "model.mtp_module."
 
@@ -47,6 +56,9 @@ class _Layout:
         layer: The prefix of its layer.
         module: The prefix of the others, whose names follow.
         state_first: Whether the projection reads the state before the embedding.
+        mlp_norm: The norm of the MLP's inputs.
+        is_windowed: Whether the layer has a window and no experts, which the config of the model
+            does not say.
     """
 
     layer: str
@@ -56,6 +68,8 @@ class _Layout:
     projection: str = "eh_proj"
     norm: str = "shared_head.norm"
     state_first: bool = False
+    mlp_norm: str = _MLP_NORM
+    is_windowed: bool = False
 
 
 def has_mtp(checkpoint: Checkpoint) -> bool:
@@ -84,6 +98,10 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         if f"{prefix}input_proj.weight" in names:
             norms = ("token_layernorm", "hidden_layernorm")
             return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
+    prefix = "model.mtp.layers.0."
+    if f"{prefix}eh_proj.weight" in names:
+        own = {"norm": "final_layernorm", "mlp_norm": "pre_mlp_layernorm"}
+        return _Layout(prefix, prefix, **own, is_windowed=True)
     found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
     layers = sorted((int(match[2]), match[1]) for match in found if match)
     return _Layout(layers[0][1], layers[0][1]) if layers else None
@@ -94,7 +112,12 @@ class _Tensors(Mapping[str, "np.ndarray | Weight"]):
 
     def __init__(self, tensors: Mapping[str, Any], layout: _Layout, index: int) -> None:
         self._tensors = tensors
-        self._prefixes = {f"model.layers.{index}.": layout.layer, _MODULE: layout.module}
+        layer = f"model.layers.{index}."
+        self._prefixes = {
+            f"{layer}{_MLP_NORM}.": f"{layout.layer}{layout.mlp_norm}.",
+            layer: layout.layer,
+            _MODULE: layout.module,
+        }
 
     def _stored(self, name: str) -> str:
         for prefix, stored in self._prefixes.items():
@@ -113,13 +136,26 @@ class _Tensors(Mapping[str, "np.ndarray | Weight"]):
         return isinstance(name, str) and self._stored(name) in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        back = {stored: prefix for prefix, stored in self._prefixes.items()}
         for name in self._tensors:
             yield name
-            yield from (p + name[len(s) :] for s, p in back.items() if name.startswith(s))
+            pairs = self._prefixes.items()
+            yield from (p + name[len(s) :] for p, s in pairs if name.startswith(s))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _with_window(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model with one more layer, which has a window and no experts."""
+    if isinstance(config.get("text_config"), dict):
+        return {**config, "text_config": _with_window(config["text_config"])}
+    count = num_layers(config)
+    longer = {
+        key: [*value[:count], _WINDOWED[key]]
+        for key, value in config.items()
+        if key in _WINDOWED and isinstance(value, list)
+    }
+    return {**config, **longer, "num_hidden_layers": count + 1}
 
 
 class _Mtp:
@@ -129,7 +165,9 @@ class _Mtp:
         config: dict[str, Any] = dict(checkpoint.config)
         if _NESTED in config:
             config = {**mapping_value(config, _NESTED), "architectures": None}
-        self.target, self.layout = target, layout
+        if layout.is_windowed:
+            config = _with_window(config)
+        self.target, self.layout, self.name = target, layout, checkpoint.name
         self.whole = spec_from_config(config, dtype=dtype)
         self.config = text_config(config)
         self.family = FAMILIES[self.config["model_type"]]
@@ -137,7 +175,7 @@ class _Mtp:
         tensors = _Tensors(checkpoint.tensors, layout, self.index)
         view = replace(checkpoint, config=config, tensors=tensors)
         name = self.family.names.get("embed_tokens", "embed_tokens")
-        self.reader, self.name = TensorReader(view, dtype, name), checkpoint.name
+        self.reader = TensorReader(view, dtype, name)
 
     def _layer_index(self) -> int:
         """A layer of the model of the module's kind: the last one with attention alone, whose
@@ -146,6 +184,14 @@ class _Mtp:
             own, allowed = getattr(self.whole, key), getattr(self.target.spec, key)
             if own != allowed:
                 raise refusal(key, own, f"{allowed}, as the target's")
+        if self.layout.is_windowed:
+            layer = self.whole.layers[-1]
+            if layer.attention is None or layer.attention.window is None or layer.num_experts:
+                raise CheckpointError(
+                    f"{self.name}: the module needs lists of the model's layers with windows"
+                    " and without experts (hybrid_layer_pattern and moe_layer_freq)"
+                )
+            return self.whole.num_layers - 1
         for index in reversed(range(self.whole.num_layers)):
             layer = self.whole.layers[index]
             if layer.attention is None or layer.recurrence is not None:
