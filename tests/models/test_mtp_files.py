@@ -22,7 +22,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.mtp import has_mtp, load_mtp
+from anydecode.models.mtp import _Mtp, has_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
@@ -58,12 +58,13 @@ QWEN_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+#: With fewer heads some scores are exactly 0, and torch selects any of equal ones.
 SPARSE: dict[str, Any] = {
     **EXPERTS,
     **LATENT_SIZES,
     "num_key_value_heads": 4,
     "index_topk": 8,
-    "index_n_heads": 8,
+    "index_n_heads": 16,
     "index_head_dim": 16,
 }
 MIMO_V2: dict[str, Any] = {
@@ -113,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "qwen",
     ),
     "mimo": ("Qwen2", {"num_hidden_layers": 2}, {}, "mimo"),
+    "deepseek v3.2": ("DeepseekV32", SPARSE, {"first_k_dense_replace": 0}, "nextn"),
     "glm 5, the last layer without an indexer": (
         "GlmMoeDsa",
         {
@@ -223,6 +225,18 @@ def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     for event in rounds:
         expected = reference.chain(text[: event["position"]], len(event["drafted"]))
         assert event["drafted"] == expected
+
+
+def test_the_layer_of_a_module_has_an_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong twin: the last layer of the model, which has none."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    whole = _Reference("glm 5, the last layer without an indexer").checkpoint()
+    network = load_network(whole)
+    assert load_mtp(whole, network).spec.layers[0].indexer is not None
+    monkeypatch.setattr(_Mtp, "_layer_index", lambda self: self.whole.num_layers - 1)
+    with pytest.raises(CheckpointError):
+        load_mtp(whole, network)
 
 
 def test_a_module_whose_layer_the_config_does_not_tell_is_refused() -> None:

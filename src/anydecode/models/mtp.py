@@ -100,8 +100,8 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
             return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
     prefix = "model.mtp.layers.0."
     if f"{prefix}eh_proj.weight" in names:
-        own = {"norm": "final_layernorm", "mlp_norm": "pre_mlp_layernorm"}
-        return _Layout(prefix, prefix, **own, is_windowed=True)
+        norm, mlp_norm = "final_layernorm", "pre_mlp_layernorm"
+        return _Layout(prefix, prefix, norm=norm, mlp_norm=mlp_norm, is_windowed=True)
     found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
     layers = sorted((int(match[2]), match[1]) for match in found if match)
     return _Layout(layers[0][1], layers[0][1]) if layers else None
