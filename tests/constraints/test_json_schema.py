@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
 from time import monotonic
 
 import jsonschema
@@ -240,6 +241,19 @@ def test_rejection_preserves_the_distribution_of_valid_values():
     for text in valid:
         expected = 160 * plain.get(text, 0) / total
         assert abs(found.get(text, 0) - expected) < 4 * np.sqrt(expected + 160 / total) + 6
+
+
+def test_a_multiple_with_too_many_remainders_is_left_to_validation():
+    """A mask takes a time that grows with their number: minutes for ten million."""
+    with scripted_llm() as llm:
+        for step, is_left in ((10_000, False), (9_999_991, True), (1.25e30, True), (0.0001, False)):
+            constraint = JsonSchema({"type": "number", "multipleOf": step}, tries=2)
+            try:
+                text = llm.generate("q", constraint=constraint, max_tokens=12, seed=1).text
+                assert Decimal(text) % Decimal(str(step)) == 0
+            except ConstraintError as error:
+                assert is_left and "no valid answer within 2" in str(error)
+            assert constraint.left_out == (["multipleOf at #"] if is_left else [])
 
 
 def test_the_number_of_tries_is_limited():

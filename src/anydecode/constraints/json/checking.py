@@ -16,9 +16,9 @@ from anydecode.constraints.json.held_values import HeldValues, escaped, local_po
 from anydecode.constraints.json.relaxing import (
     FORMATS,
     INEXACT_FORMATS,
-    UNMASKED,
     is_format,
     is_pattern,
+    is_unmasked,
     subschemas,
 )
 from anydecode.constraints.patterns import abbreviated, pattern_options
@@ -489,7 +489,7 @@ def _is_unmasked(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
     return (
-        not UNMASKED.isdisjoint(node)
+        any(is_unmasked(key, value) for key, value in node.items())
         or "oneOf" in node
         or ("format" in node and _is_unmasked_format(node["format"]))
         or ("pattern" in node and not is_pattern(node["pattern"]))

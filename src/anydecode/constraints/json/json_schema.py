@@ -37,7 +37,7 @@ from anydecode.constraints.json.relaxing import (
     INEXACT_FORMATS,
     LONG_FORMATS,
     NUM_LEVELS,
-    UNMASKED,
+    is_unmasked,
     relaxed_schema,
     subschemas,
     unknown_formats,
@@ -388,7 +388,8 @@ class JsonSchema(CompletedConstraint):
 
     def _candidates(self) -> Iterator[_Candidate]:
         """Schemas for the mask engine, the strongest first."""
-        if not any(UNMASKED & node.keys() for _, node in subschemas(self.schema)):
+        nodes = (node for _, node in subschemas(self.schema))
+        if not any(is_unmasked(key, value) for node in nodes for key, value in node.items()):
             yield _Candidate(self.schema, [], False)
         try:
             canonical_schema = canonical(self.schema, len(self.text))

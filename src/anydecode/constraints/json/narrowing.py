@@ -12,8 +12,8 @@ from typing import Any
 from anydecode.constraints.json.canonical import DEFINITIONS, all_of, canonical
 from anydecode.constraints.json.relaxing import (
     FORMATS,
-    UNMASKED,
     is_pattern,
+    is_unmasked,
     without_assertions,
 )
 from anydecode.constraints.json.witnesses import is_negation, witnesses
@@ -78,7 +78,7 @@ class _Narrowing:
             raise _TooLargeError
         if len(schema.get("oneOf", ())) > 1 and (chosen := self._only_one(schema)) is not None:
             return self.node(chosen)
-        result = {key: value for key, value in schema.items() if key not in UNMASKED}
+        result = {key: value for key, value in schema.items() if not is_unmasked(key, value)}
         if result.get("format") not in (None, *FORMATS):
             pattern = _FORMAT_PATTERNS.get(result.pop("format"))
             if pattern is not None and "pattern" not in result:

@@ -8,9 +8,11 @@ reported with its path and left to the validator.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -57,6 +59,8 @@ FORMATS = frozenset(
 INEXACT_FORMATS = frozenset({"date-time", "time"})
 #: Those of which the mask does not limit the length as the validator does.
 LONG_FORMATS = frozenset({"email", "hostname"})
+#: Maximum number of remainders of a `multipleOf` that a mask expresses; its time grows with them.
+_MAX_REMAINDERS = 10_000
 _BACK_REFERENCE, _LOOK_AROUND = re.compile(r"\\[1-9]"), re.compile(r"\(\?<?[=!]")
 #: Maximum size of the patterns and names of formats whose properties are cached, in bytes.
 _MAX_CACHED_BYTES = 4 << 20
@@ -231,7 +235,7 @@ def _members(key: str, value: Any, path: str, level: int, dropped: list[str]) ->
 def _unsupported_keywords(schema: dict[str, Any], level: int) -> Iterator[str]:
     for key, value in schema.items():
         if (
-            key in UNMASKED
+            is_unmasked(key, value)
             or (key == "pattern" and not is_pattern(value))
             or (key == "format" and not (isinstance(value, str) and value in FORMATS))
             or (level > 0 and key in _BOUNDS)
@@ -240,6 +244,21 @@ def _unsupported_keywords(schema: dict[str, Any], level: int) -> Iterator[str]:
             yield key
     if level > 1 and "$ref" in schema:
         yield from (key for key in schema if key not in ("$ref", "$defs", "definitions"))
+
+
+def is_unmasked(key: str, value: Any) -> bool:
+    """Whether a mask does not express a keyword: none can, or one would take too long."""
+    return key in UNMASKED or (key == "multipleOf" and _num_remainders(value) > _MAX_REMAINDERS)
+
+
+def _num_remainders(step: Any) -> int:
+    """The number of remainders of division by a `multipleOf`, counted in its last decimal."""
+    if isinstance(step, int):
+        return abs(step)
+    if not isinstance(step, float) or not math.isfinite(step):
+        return 0
+    decimal = Decimal(str(step)).normalize()
+    return abs(int(decimal.scaleb(max(0, -int(decimal.as_tuple().exponent)))))
 
 
 def _loses_pattern(schema: dict[str, Any]) -> bool:
