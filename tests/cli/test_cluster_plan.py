@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anydecode.cli import main
+from anydecode.cluster import plan
 
 
 def test_a_plan_names_the_best_placement_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    machines: list[plan.Machine] = []
+
+    def measured_once(*given: Any, **options: Any) -> plan.Machine:
+        machines.append(machines[0] if machines else measured(*given, **options))
+        return machines[-1]
+
+    measured = plan.measured
+    monkeypatch.setattr(plan, "measured", measured_once)
     trace = tmp_path / "trace.jsonl"
     line = {"input_length": 30, "output_length": 3}
     trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))

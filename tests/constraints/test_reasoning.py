@@ -119,6 +119,7 @@ TOOLS: Any = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("kind", list(PIECES))
@@ -137,6 +138,7 @@ def test_a_response_format_applies_after_the_reasoning(
         assert set(json.loads(content)) == {"a", "b"} and reason == "stop"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "load"}}])
@@ -190,6 +192,7 @@ def test_the_token_limit_can_end_the_reasoning(stream: bool) -> None:
         assert parts(answer, stream) == (THOUGHT[:10], "", "length", [])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("kind", list(PIECES))

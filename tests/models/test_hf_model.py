@@ -179,6 +179,10 @@ def test_several_tokens_after_recurrent_states(kind: str) -> None:
         assert np.abs(found - expected[first:last]).max() < 1e-4
 
 
+#: An architecture that only `transformers` has.
+UNSUPPORTED = "DiffLlama"
+
+
 def save(kind: str, folder: Path) -> Path:
     """A folder with a model of `transformers` and a tokenizer."""
     model = hf_model(kind, vocab_size=300, hidden_size=48)
@@ -190,8 +194,8 @@ def save(kind: str, folder: Path) -> Path:
 
 
 def test_a_folder_of_another_architecture_opens_when_asked(tmp_path: Path) -> None:
-    folder = save("Persimmon", tmp_path / "tiny")
-    with pytest.raises(CheckpointError, match="model type 'persimmon'") as caught:
+    folder = save(UNSUPPORTED, tmp_path / "tiny")
+    with pytest.raises(CheckpointError, match="model type 'diffllama'") as caught:
         LLM(str(folder))
     assert "--backend transformers" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.warns(UserWarning, match="^tiny runs through transformers: slower"):
@@ -216,7 +220,7 @@ def test_a_folder_of_another_architecture_opens_when_asked(tmp_path: Path) -> No
 def test_what_transformers_cannot_open(
     change: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = save("Persimmon", tmp_path / "tiny")
+    folder = save(UNSUPPORTED, tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(AnydecodeError, match=message) as caught:
@@ -225,14 +229,14 @@ def test_what_transformers_cannot_open(
 
 
 def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
-    folder = save("Persimmon", tmp_path / "tiny")
+    folder = save(UNSUPPORTED, tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
     with pytest.raises(
         CheckpointError, match="no causal model of this type either; supported"
     ) as x:
         LLM(str(folder))
-    assert "'unheard-of' (PersimmonForCausalLM) is not supported; " in str(x.value)
+    assert "'unheard-of' (DiffLlamaForCausalLM) is not supported; " in str(x.value)
     assert "\n" not in str(x.value)
 
 
@@ -240,10 +244,10 @@ def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_s
     tmp_path: Path,
 ) -> None:
     for changes, name in (
-        ({}, "model type 'persimmon' (PersimmonForCausalLM)"),
-        ({"model_type": "mllama", "text_config": {}}, "architecture PersimmonForCausalLM of"),
+        ({}, "model type 'diffllama' (DiffLlamaForCausalLM)"),
+        ({"model_type": "mllama", "text_config": {}}, "architecture DiffLlamaForCausalLM of"),
     ):
-        folder = save("Persimmon", tmp_path / str(len(changes)))
+        folder = save(UNSUPPORTED, tmp_path / str(len(changes)))
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(CheckpointError) as caught:
@@ -256,7 +260,7 @@ def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_s
 
 def test_an_unsupported_architecture_of_gguf_has_advice(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    for name, advised in (("dbrx", True), ("wavtokenizer-dec", False)):
+    for name, advised in (("gptj", True), ("wavtokenizer-dec", False)):
         writer = gguf.GGUFWriter(tmp_path / f"{name}.gguf", name)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

@@ -37,6 +37,7 @@ def values(file: GGUFFile, name: str) -> np.ndarray:
     return tensor.astype(np.float32)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_written_file_holds_the_same_model(format: str, source: Path, tmp_path: Path) -> None:
     target, seen = tmp_path / "new.gguf", []

@@ -145,6 +145,7 @@ def test_the_reasoning_has_a_budget_on_every_api(thinking: Client, path: str, na
 EFFORT = "{{ messages[-1].content }} effort: {{ reasoning_effort }}"
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "max"])
 @pytest.mark.parametrize(
     "path, field",

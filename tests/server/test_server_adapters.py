@@ -68,6 +68,7 @@ def test_adapters_are_loaded_listed_and_unloaded(client: Client, folder: Path) -
     assert posted(client, "unload", "a")[0] == 404
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [

@@ -242,6 +242,7 @@ class Gate:
 METHODS = ("lines", "start", "progress", "add", "finish")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_is_cancelled_or_completed_wherever_it_is(
@@ -267,6 +268,7 @@ def test_a_batch_is_cancelled_or_completed_wherever_it_is(
         assert http.delete(f"/v1/files/{found['input_file_id']}").status_code == 200
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_file_of_a_batch_stays_wherever_the_batch_is(
@@ -286,6 +288,7 @@ def test_the_file_of_a_batch_stays_wherever_the_batch_is(
         assert results(http, found) == ["n0", "n1", "n2"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_server_that_stops_wherever_a_batch_is_loses_nothing(
