@@ -6,6 +6,7 @@ from typing import Any
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.advice import advice
+from anydecode.models.families.dispatch import find_family
 from anydecode.models.limits import MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
 
@@ -137,11 +138,14 @@ class Keys:
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in (*ARCHITECTURES, *DRAFTERS):
-            hint = advice(self.architecture.replace("-", "_"))
+            model_type, hint = self.architecture.replace("-", "_"), ""
+            if find_family({}, model_type) is not None:
+                hint = " (its model opens as a folder with safetensors)"
+            elif advised := advice(model_type):
+                hint = f" (of a folder with safetensors, {advised})"
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported"
-                + (f" (of a folder with safetensors, {hint})" if hint else "")
-                + f"; supported are {', '.join(sorted(ARCHITECTURES))}"
+                f"{hint}; supported are {', '.join(sorted(ARCHITECTURES))}"
             )
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
