@@ -36,6 +36,16 @@ SIZES: dict[str, Any] = {
     "vocab_size": V,
     "max_position_embeddings": 128,
 }
+#: The keys that all layouts of Qwen's kind have.
+LAYERS: dict[str, Any] = {
+    **SIZES,
+    "eos_token_id": 60,
+    "hidden_act": "silu",
+    "mask_token_id": MASK,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
 
 #: Roles of tensors, and their names in the Hugging Face layout of Qwen.
 NAMES = {

@@ -12,19 +12,9 @@ import pytest
 import lfm2_checkpoints
 import remedi_checkpoints
 from anydecode.models.families.diffusion import diffusion_families
-from diffusion_checkpoints import LLADA_NAMES, MASK, SIZES, Tiny, V, write, write_tokenizer
+from diffusion_checkpoints import LAYERS, LLADA_NAMES, MASK, SIZES, Tiny, V, write, write_tokenizer
 from dit_checkpoints import BD3LM, DUO, GIDD, write_dit
 
-#: The keys that all layouts of Qwen's kind have.
-LAYERS: dict[str, Any] = {
-    **SIZES,
-    "eos_token_id": 60,
-    "hidden_act": "silu",
-    "mask_token_id": MASK,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-}
 LLADA: dict[str, Any] = {
     "architectures": ["LLaDAModelLM"],
     "model_type": "llada",

@@ -25,6 +25,7 @@ from anydecode.training.objectives import masked_logits
 from anydecode.training.teachers import open_teacher, save_student
 from anydecode.training.tokenizer import OWN_TOKENS
 from diffusion_checkpoints import (
+    LAYERS,
     LLADA_NAMES,
     MASK,
     SIZES,
@@ -58,15 +59,6 @@ LLADA: dict[str, Any] = {
     "rope_theta": 500000.0,
     "vocab_size": V - 2,
     "weight_tying": False,
-}
-LAYERS: dict[str, Any] = {
-    **SIZES,
-    "eos_token_id": 60,
-    "hidden_act": "silu",
-    "mask_token_id": MASK,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
 }
 DREAM = {**LAYERS, "architectures": ["DreamModel"], "model_type": "Dream"}
 CODA = {**LAYERS, "architectures": ["CoDALanguageModel"], "model_type": "CoDA"}

@@ -47,37 +47,6 @@ class BlockBackend(ReferenceBackend):
             matrix = as_tensor(dequantize(weight))
         return functional.linear(x, matrix, None if bias is None else self._vector(bias))
 
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        layer: int,
-        shape: Attention,
-        sinks: np.ndarray | None = None,
-        biases: Biases | None = None,
-    ) -> torch.Tensor:
-        is_windowed = shape.window is not None and shape.window < self._length
-        limits = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, shape.value_size)
-        others = (*limits, sinks, biases)
-        if is_windowed or v is None or any(other is not None for other in others):
-            raise UnsupportedCombinationError(
-                "layers with windows, soft caps, chunks, biases by distance, sinks, smaller values"
-                " or latent attention cannot be calibrated here"
-            )
-        q, k, v = (
-            part.view(-1, self._length, heads, shape.head_dim).transpose(1, 2)
-            for part, heads in (
-                (q, shape.num_heads),
-                (k, shape.num_kv_heads),
-                (v, shape.num_kv_heads),
-            )
-        )
-        mixed = functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
-        )
-        return mixed.transpose(1, 2).reshape(-1, shape.num_heads * shape.head_dim)
-
     def store(
         self,
         k: torch.Tensor,
@@ -111,7 +80,26 @@ class BlockBackend(ReferenceBackend):
         biases: Biases | None = None,
     ) -> torch.Tensor:
         k, v = self._kept
-        return self.attention(q, k, v, layer, shape, sinks, biases)
+        is_windowed = shape.window is not None and shape.window < self._length
+        limits = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, shape.value_size)
+        others = (*limits, sinks, biases)
+        if is_windowed or v is None or any(other is not None for other in others):
+            raise UnsupportedCombinationError(
+                "layers with windows, soft caps, chunks, biases by distance, sinks, smaller values"
+                " or latent attention cannot be calibrated here"
+            )
+        q, k, v = (
+            part.view(-1, self._length, heads, shape.head_dim).transpose(1, 2)
+            for part, heads in (
+                (q, shape.num_heads),
+                (k, shape.num_kv_heads),
+                (v, shape.num_kv_heads),
+            )
+        )
+        mixed = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+        )
+        return mixed.transpose(1, 2).reshape(-1, shape.num_heads * shape.head_dim)
 
     def rope_positions(self, count: int) -> tuple[torch.Tensor, int]:
         return torch.arange(self._length).repeat(count // self._length), self._length - 1

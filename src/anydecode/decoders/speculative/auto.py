@@ -109,8 +109,8 @@ DEFAULT_GAIN, GAIN_RATE, SHARED_GAIN_RATE, MAX_SKIPPED = 0.0002, 0.1, 0.02, 16
 #: What they must save, over the time that preparing them takes. The backend takes about as long
 #: besides, and the tokens that one sequence saves end a pass only where the others save some too.
 MIN_SHARED_GAIN = 4.0
-#: The number of bursts in which the engine has not let the backend draft for a sequence in company
-#: after which they are asked for once in `TRIAL_INTERVAL` times.
+#: After so many bursts in company in which the engine has not let the backend draft, only one in
+#: `TRIAL_INTERVAL` times asks for one.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
 _EMPTY_TREE = TokenTree()
 
@@ -717,7 +717,7 @@ class Auto(Decoder):
     def shared_costs(
         self, cost_model: CostModel, num_others: int, context: int
     ) -> tuple[float, np.ndarray]:
-        """The least probability of a draft that saves time in a pass beside so many other
+        """The smallest probability of a draft that saves time in a pass beside so many other
         sequences, above 1 if none does, and the costs of the pass, float64 `[max_drafts + 1]`.
         Computed for all of the sequences at once, and anew now and then."""
         key = (num_others, context // SHARED_CONTEXT)
