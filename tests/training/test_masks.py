@@ -17,12 +17,16 @@ from torch.nn import functional
 from anydecode import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.loading import load_checkpoint
+from anydecode.tasks.tasks import examples
 from anydecode.training.masks import (
     MaskRecipe,
     MaskRun,
     PromptRecipe,
     PromptRun,
+    UnitRecipe,
+    UnitRun,
     group_states,
+    lexical_units,
 )
 from anydecode.training.transformer import Shape, Transformer
 from drafted_texts import assert_names_of_plain_decoding
@@ -116,6 +120,107 @@ def test_the_model_has_the_chat_template_of_its_base(model: Path, tmp_path: Path
     trained = load_checkpoint(str(made.model_folder)).tokenizer
     assert checkpoint.tokenizer is not None and trained is not None
     assert trained.chat_template == checkpoint.tokenizer.chat_template is not None
+
+
+def test_units_are_runs_of_sure_tokens_behind_any_token() -> None:
+    sure = [0.9, 0.2, 0.95, 0.9, 0.1, 0.3, 1.0, 1.0, 1.0, 0.5]
+    found = [list(unit) for unit in lexical_units(sure, 0.9, 10)]
+    assert found == [[1, 2, 3], [5, 6, 7, 8]]
+    assert [list(unit) for unit in lexical_units(sure, 0.9, 3)] == [[1, 2, 3], [5, 6, 7]]
+    assert [list(unit) for unit in lexical_units(sure, 0.96, 10)] == [[5, 6, 7, 8]]
+    assert lexical_units([1.0], 0.5, 3) == lexical_units([0.1, 0.2], 0.5, 3) == []
+
+
+def _unit_run(folder: Path, **options: Any) -> UnitRun:
+    recipe = UnitRecipe(**{"steps": 1, "answers": 8, "tokens": 16, "masks": 3, **options})
+    return UnitRun(load_checkpoint("tiny-autoregressive"), folder, recipe)
+
+
+def test_masks_stand_at_units_of_the_untrained_model_and_predict_them_alone(tmp_path: Path) -> None:
+    """Each unit in a pass of its own, behind the text before it."""
+    made = _unit_run(tmp_path, confidence=0.6)
+    sizes = set()
+    for pair, units in zip(made.pairs, made.units, strict=True):
+        text, first = [*pair[0], *pair[1]], len(pair[0])
+        clean = made.model(torch.tensor([text[:-1]]), causal=True)[0].detach()
+        is_sure = [
+            float(clean[at - 1].softmax(-1)[text[at]]) >= 0.6 for at in range(first, len(text))
+        ]
+        for start, size in units.items():
+            assert all(is_sure[start + 1 : start + size]) and 2 <= size <= 4
+            is_cut = size == 4
+            assert is_cut or not is_sure[start + size : start + size + 1] == [True]
+        assert sorted(made.draw_ends(pair, Random(0)).tolist()) == sorted(
+            first + start for start in units
+        )
+        ends = torch.tensor([first + start for start in units])
+        rows, every = [], []
+        for start, size in units.items():
+            end = first + start
+            rows.append((clean[end - 1], text[end]))
+            given = torch.tensor([[*text[:end], *[made.mask] * 3]])
+            masked = made.model(given, causal=True)[0, end:].detach()
+            every += [(masked[index], text[end + index + 1]) for index in range(3)]
+            rows += [(masked[index], text[end + index + 1]) for index in range(size - 1)]
+            sizes.add(size)
+        ordinary = [(clean[at - 1], text[at]) for at in range(first, len(text))]
+        loss = made.loss(pair, ends).detach()
+        torch.testing.assert_close(loss, _mean_loss(ordinary) + _mean_loss(rows))
+        if len(rows) < 4 * len(units):  # else all masks have a label
+            assert abs(loss - _mean_loss(ordinary) - _mean_loss([*rows, *every])) > 1e-3
+    assert len(sizes) > 1
+
+
+def _mean_loss(rows: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    losses = [functional.cross_entropy(row, torch.tensor(label)) for row, label in rows]
+    return torch.stack(losses).mean()
+
+
+def test_a_run_of_units_is_resumed_with_its_own_options_alone(tmp_path: Path) -> None:
+    def opened(folder: str, **options: Any) -> UnitRun:
+        return _unit_run(tmp_path / folder, steps=3, batch=2, **options)
+
+    _, resumed = assert_resumes(opened)
+    assert len(resumed.units) == len(resumed.pairs)
+    with pytest.raises(InvalidRequestError, match="another rank, mask, confidence or model"):
+        opened("parts", confidence=0.5)
+    with pytest.raises(InvalidRequestError, match="another rank, mask or model"):
+        recipe = MaskRecipe(steps=3, answers=8, tokens=16, masks=3)
+        MaskRun(load_checkpoint("tiny-autoregressive"), tmp_path / "parts", recipe)
+
+
+@pytest.mark.parametrize("confidence", [0.0, 1.5])
+def test_a_confidence_that_is_no_probability_is_refused(confidence: float, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="allowed is a number above 0"):
+        _unit_run(tmp_path, confidence=confidence)
+
+
+def test_answers_without_units_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="lexical units at a confidence of 1.0"):
+        _unit_run(tmp_path, confidence=1.0)
+
+
+@pytest.mark.slow
+def test_training_on_units_makes_passes_keep_more_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Than the model before its training, on prompts that it did not learn from."""
+    command = "masks --units 0.8 --masks 3 --answers 128 --batch 8 --rate 2e-3 --steps"
+    logs = [
+        train_command(capsys, f"{command} {steps}", out=tmp_path / str(steps)) for steps in (1, 100)
+    ]
+    first, *_, last = (entry["loss"] for entry in logs[1]["history"] if "loss" in entry)
+    assert last < 0.7 * first
+    kept = [_tokens_per_pass(log["path"]) for log in logs]
+    assert kept[1] > kept[0] + 0.3, kept
+
+
+def _tokens_per_pass(path: str) -> float:
+    prompts = [one.prompt for one in examples("copy", 16, seed=99)]
+    with LLM(path) as llm:
+        answers = llm.generate(prompts, decoder="mars:threshold=0.8", max_tokens=24)
+    passes = sum(one.stats.passes for one in answers)
+    return sum(len(one.tokens) for one in answers) / passes
 
 
 def test_the_loss_of_prompt_tokens_is_the_divergence_from_the_rows_of_the_text(

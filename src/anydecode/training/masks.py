@@ -7,6 +7,10 @@ after its position. Rows of the text predict the next token as before. All label
 weight. A low-rank adapter (Hu et al., arXiv:2106.09685) and the mask's embedding are trained, and
 merged into the model that is written. The texts are the model's own answers.
 
+Sun et al., LUD, arXiv:2405.15208. Masks stand only where a lexical unit follows: a run of tokens of
+which the model, before the training, predicts each behind the first with a given probability. They
+predict the unit's tokens behind the first.
+
 Chen et al., PPD, arXiv:2405.18628. The groups have prompt tokens, of which only the embeddings are
 trained, on the distributions of the text's rows.
 
@@ -17,7 +21,7 @@ or `prompts.safetensors`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -69,6 +73,21 @@ class MaskRecipe(GroupRecipe):
         super().__post_init__()
         if self.rank <= 0:
             raise InvalidRequestError("rank must be more than 0")
+
+
+@dataclass(frozen=True)
+class UnitRecipe(MaskRecipe):
+    """How a model is trained on lexical units of up to `masks` + 1 tokens. The model predicts each
+    token of a unit behind the first with a probability of at least `confidence`."""
+
+    confidence: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.confidence <= 1:
+            raise InvalidRequestError(
+                f"confidence is {self.confidence}; allowed is a number above 0, at most 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -294,6 +313,87 @@ class MaskRun(GroupRun):
         save_nested_llama(
             self.model_folder, weights, self.model.shape, self.tokenizer, mask=self.mask
         )
+
+
+def lexical_units(probabilities: Sequence[float], confidence: float, size: int) -> list[range]:
+    """The units of two tokens or more: runs in which each token behind the first has a probability
+    of at least `confidence`, cut into pieces of up to `size` tokens.
+
+    Args:
+        probabilities: That of each token behind those before it.
+        confidence: See above.
+        size: See above.
+    """
+    units, start = list[range](), 0
+    for end in range(1, len(probabilities) + 1):
+        is_inside = end < len(probabilities) and probabilities[end] >= confidence
+        if not is_inside or end - start == size:
+            units.append(range(start, end))
+            start = end
+    return [unit for unit in units if len(unit) > 1]
+
+
+class UnitRun(MaskRun):
+    """Trains on lexical units; see `MaskRun`. The loss of a text is the mean loss of the labels of
+    its rows, plus that of the tokens of its units: the first, of a row of the text, and those of
+    masks.
+
+    Attributes:
+        units: Of each of `pairs`, in the answer: the first token and the number of tokens.
+
+    Raises:
+        InvalidRequestError: No answer to train on has a unit, or as `MaskRun`.
+    """
+
+    differs_in = "another rank, mask, confidence or model"
+    data = ("pairs", "units")
+    recipe: UnitRecipe
+    units: list[dict[int, int]]
+
+    def _begin(self, trained: Iterable[torch.Tensor], settings: list[Any]) -> None:
+        super()._begin(trained, [*settings, self.recipe.confidence])
+
+    def _new_pairs(self, checkpoint: Checkpoint) -> list[Pair]:
+        confidence, size = self.recipe.confidence, self.recipe.masks + 1
+        found = []
+        for pair in super()._new_pairs(checkpoint):
+            units = lexical_units(self._probabilities(pair), confidence, size)
+            # Masks behind the last unit of an answer may have no tokens to predict.
+            starts = {unit.start: len(unit) for unit in units if unit.start + size <= len(pair[1])}
+            if starts:
+                found.append((pair, starts))
+        if len(found) < 2:
+            raise InvalidRequestError(
+                f"{len(found)} answers of {checkpoint.name} have lexical units at a confidence of"
+                f" {confidence}, and training needs 2: lower it, or give more answers"
+            )
+        self.units = [starts for _, starts in found]
+        return [pair for pair, _ in found]
+
+    @torch.no_grad()
+    def _probabilities(self, pair: Pair) -> list[float]:
+        """Those of an answer's tokens."""
+        text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
+        logits = self.model(text[None, :-1], causal=True)[0, first - 1 :]
+        own = logits.softmax(-1).gather(1, text[first:, None])
+        return [float(value) for value in own[:, 0]]
+
+    def _units_of(self, pair: Pair) -> dict[int, int]:
+        return self.units[self.pairs.index(pair)]
+
+    def _all_ends(self, pair: Pair) -> torch.Tensor:
+        return torch.tensor([len(pair[0]) + start for start in self._units_of(pair)])
+
+    def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
+        (clean, labels), *masked = self._rows(pair, ends)
+        units, starts = self._units_of(pair), ends - len(pair[0])
+        sizes = torch.tensor([units[start] for start in starts.tolist()])
+        parts = [(clean[starts], labels[starts])]
+        for index, (logits, tokens) in enumerate(masked):
+            is_inside = sizes > index + 1
+            parts.append((logits[is_inside], tokens[is_inside]))
+        rows, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
+        return functional.cross_entropy(clean, labels) + functional.cross_entropy(rows, tokens)
 
 
 class DistilledRun(GroupRun):

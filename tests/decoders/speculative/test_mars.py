@@ -58,6 +58,17 @@ def test_certificate_rejects_any_confident_token(monkeypatch: Patch) -> None:
     assert_rejected("mars")
 
 
+def test_certificate_rejects_repeated_tokens(monkeypatch: Patch) -> None:
+    own = Mars._tokens
+
+    def tokens(self: Mars, sequence: Sequence, scores: Any) -> list[int]:
+        self.repeats = True
+        return own(self, sequence, scores)
+
+    monkeypatch.setattr(Mars, "_tokens", tokens)
+    assert_rejected("mars")
+
+
 def test_certificate_rejects_the_confidence_of_the_best_token(monkeypatch: Patch) -> None:
     """Above temperature 0 another one may have been sampled."""
     own = Mars.is_confident

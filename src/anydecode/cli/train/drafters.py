@@ -260,24 +260,32 @@ def train_masks(
         int | None,
         typer.Option("--mask", help="Id of the mask token. Default: an unused special token."),
     ] = None,
+    units: Annotated[
+        float | None,
+        typer.Option(
+            "--units",
+            metavar="<probability>",
+            help="Train on lexical units (LUD), of up to --masks + 1 tokens: those behind the first"
+            " have at least this probability. Default: groups behind any tokens.",
+        ),
+    ] = None,
     plot: PlotFile = None,
     seed: Seed = 0,
     threads: Threads = 0,
     json: options.Json = False,
 ) -> None:
     """Train a model to predict several tokens at mask tokens behind its text, for the decoders
-    space and mars. A run with the same --out is resumed. The model is in the folder "model" of
-    --out.
+    space and mars, or with --units the lexical units of LUD, for mars. A run with the same --out is
+    resumed. The model is in the folder "model" of --out.
 
     Example: anydecode train masks --minutes 60 --out my-model --plot curve.svg
     """
     from anydecode.models.loading import load_checkpoint
     from anydecode.training import curve
-    from anydecode.training.masks import MaskRecipe, MaskRun
+    from anydecode.training.masks import MaskRecipe, MaskRun, UnitRecipe, UnitRun
 
-    minutes = minutes_or_default(minutes, steps)
     recipe = MaskRecipe(
-        minutes,
+        minutes_or_default(minutes, steps),
         steps,
         masks=masks,
         groups=groups,
@@ -287,7 +295,10 @@ def train_masks(
         rate=rate,
         seed=seed,
     )
-    run = trained(lambda: MaskRun(load_checkpoint(model), out, recipe, mask), "masks", threads)
+    made: type[MaskRun] = MaskRun
+    if units is not None:
+        made, recipe = UnitRun, UnitRecipe(**vars(recipe), confidence=units)
+    run = trained(lambda: made(load_checkpoint(model), out, recipe, mask), "masks", threads)
     (text, _), *_, (last, shares) = run.shares()
     report(
         run,

@@ -22,7 +22,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.eagle import EagleDrafter
@@ -140,6 +140,7 @@ class ChimeraDrafter(EagleDrafter):
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
             " tokens (the code tests whole paths in turn, which is not exact)",
+            CHOSEN_NOISE,
             "with a draft model of another kind, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

@@ -19,7 +19,12 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    CHOSEN_NOISE,
+    TREE_NOISE,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -94,8 +99,10 @@ class CloverDrafter(TreeDrafter):
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
-            " tokens (the code draws them without replacement)",
+            " tokens",
             CHOSEN_NOISE,
+            "the code draws siblings without replacement and verifies them by the rule for that; "
+            + TREE_NOISE,
             "with a draft model without such heads, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

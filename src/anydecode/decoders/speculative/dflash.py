@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.block_drafter import BlockDrafter
 
@@ -46,7 +46,8 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             " threshold; its scheduler maximises the tokens of all requests of a batch",
             "verified token-exactly, and above temperature 0 a slot's token is sampled with the"
             " noise that the target will use; with acceptance='rejection' slots have their most"
-            " probable tokens, verified by the rule for chosen tokens",
+            " probable tokens, verified by the rule for chosen tokens, as DFlash's code does",
+            CHOSEN_NOISE,
             "at most the last 2,048 tokens of a prompt that were not cached are read (by PARD, all:"
             " it reads no states)",
             "DFlash2, whose paper is not published: as its checkpoints and their readers have it;"

@@ -21,7 +21,7 @@ from typing import Any
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
@@ -59,6 +59,7 @@ class EagleDrafter(TreeDrafter):
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"
             " acceptance probability given the noise that the target will use; the rule of EAGLE-2"
             " and 3, with weights by draft probability, is acceptance='rejection'",
+            CHOSEN_NOISE,
             "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
             " is faster on processors",
             "with a draft model that reads no states, the same tree with that model",

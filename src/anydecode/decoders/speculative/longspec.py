@@ -16,7 +16,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     DraftSession,
     Proposal,
@@ -133,6 +133,7 @@ class _WindowSession(TreeSession):
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, as in the paper, and the rule is"
             " that for chosen tokens (the released code samples with another distribution)",
+            CHOSEN_NOISE,
             "tree and text are one attention of the engine, summed in fixed blocks; the paper's"
             " hybrid attention joins two kernels",
         ),

@@ -36,13 +36,12 @@ METRICS = Words(("probability", "entropy", "margin"))
         summary="Mask tokens predict several tokens per pass, kept from left to right while sure.",
         needs=("mask token",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        missing=(
-            "of LUD, the marking of lexical units in the training data, and its control of"
-            " repetition",
-        ),
         deviations=(
             "LUD is the same decoding with the probability as confidence, its threshold as"
-            " threshold, and masks for its placeholders",
+            " threshold, and masks for its placeholders; anydecode train masks --units trains it",
+            "LUD's rule against repetition was not found in full: with repeats=False a pass ends"
+            " before a token that equals the one before it, which the next pass generates from the"
+            " text alone",
             "the last mask of the paper's block is left out, since its row is not read",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
             " cache by blocks, which lets texts of a batch wait for each other, is not needed",
@@ -50,7 +49,8 @@ METRICS = Words(("probability", "entropy", "margin"))
             " masks and takes every rule",
             "a sampler's token at T > 0 has the noise of plain decoding at its position",
             "anydecode train masks trains an adapter with groups of masks behind random tokens of"
-            " the model's own answers; the paper trains all weights on [masked | clean] texts",
+            " the model's own answers, or with --units behind the lexical units of LUD; the papers"
+            " train all weights, that of MARS on [masked | clean] texts",
         ),
         bounds={"block": Range(1, 256)},
         remote={"block": Range(1, 16), "threshold": Range(0, 100), "metric": METRICS},
@@ -65,10 +65,15 @@ class Mars(Decoder):
             entropy, in nats, that above which they are not.
         metric: The confidence of a token: its "probability", the "margin" between the two largest
             probabilities, or the "entropy", all of the model's distribution at temperature 1.
+        repeats: Whether a mask's token that equals the token before it may be kept.
     """
 
     def __init__(
-        self, block: int = 4, threshold: float = 0.95, metric: str = "probability"
+        self,
+        block: int = 4,
+        threshold: float = 0.95,
+        metric: str = "probability",
+        repeats: bool = True,
     ) -> None:
         if block < 1:
             raise InvalidRequestError(f"block is {block}; mars needs at least 1")
@@ -77,6 +82,7 @@ class Mars(Decoder):
         self.block = block
         self.threshold = threshold
         self.metric = metric
+        self.repeats = repeats
 
     def prepare(self, sequence: Sequence) -> None:
         mask_token(sequence)
@@ -100,7 +106,8 @@ class Mars(Decoder):
             logits, position = scores.row(row), sequence.length + row
             scores.show_hidden(sampler, row)
             token = sequence.sample(sampler, logits, position)
-            if tokens and not self.is_confident(logits, token):
+            is_repeated = token in tokens[-1:] and not self.repeats
+            if tokens and (is_repeated or not self.is_confident(logits, token)):
                 break
             sequence.record_logprobs(logits, position, token, sampler)
             tokens.append(token)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
-from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.block_drafter import BlockDrafter
 
@@ -35,6 +35,7 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             " acceptance probability given the noise that the target will use; with"
             " acceptance='rejection' it is the draft probability, and the rule is that for chosen"
             " tokens",
+            CHOSEN_NOISE,
             "with a block drafter of another kind, the same tree with that drafter",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),
