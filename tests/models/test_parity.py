@@ -495,6 +495,34 @@ MINIMAX_M3: dict[str, Any] = {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2, "full_attention"],
     "swiglu_limit": 0.5,
 }
+FLINT: dict[str, Any] = {
+    "head_dim": 12,
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "sliding_window": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+#: The smallest encoders of images and sounds.
+PHI_4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "crop_size": 28,
+}
+PHI_4_AUDIO = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_blocks": 1,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 16,
+    "depthwise_separable_out_channel": 16,
+    "nemo_conv_channels": 16,
+}
 #: Two layers of two halves each.
 LONGCAT_FLASH: dict[str, Any] = {
     **LATENT_SIZES,
@@ -1196,6 +1224,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "hc_sinkhorn_iters": 20,
             "rope_parameters": {"rope_type": "default"},
         },
+    ),
+    "mllama": ("Mllama", {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]}),
+    "mllama neighbours": (
+        "Mllama",
+        {"num_hidden_layers": 5, "cross_attention_layers": [1, 2, 4], "rope_parameters": ROPE},
+    ),
+    "phi4 multimodal": (
+        "Phi4Multimodal",
+        {
+            "vision_config": PHI_4_VISION,
+            "audio_config": PHI_4_AUDIO,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 1.0,
+                **LONG,
+            },
+        },
+    ),
+    "flint": ("Flint", FLINT),
+    "flint experts": (
+        "Flint",
+        {**FLINT, "mlp_only_layers": [], "norm_topk_prob": False, "layer_types": None},
     ),
     "longcat flash": ("LongcatFlash", LONGCAT_FLASH),
     "longcat flash yarn": (
@@ -2235,6 +2286,8 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 1e4}},
     ),
     "activation of bitnet": ("bitnet", {"hidden_act": "silu"}),
+    "window of flint": ("flint", {"sliding_window": 7}),
+    "base of mllama": ("mllama", {"rope_parameters": ROPE}),
 }
 
 
@@ -2277,6 +2330,14 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "sigmoids for softplus": (
         "laguna",
         lambda network: _each_spec(network, attention_gate="sigmoid"),
+    ),
+    "no sinks of flint": (
+        "flint",
+        lambda network: _each(network, sinks=np.full(4, -1e9, np.float32)),
+    ),
+    "rotation in layers without windows": (
+        "flint",
+        lambda network: _each_spec(network, rope=network.spec.layers[1].rope),
     ),
     "no sinks beside windows": (
         "granite swa",

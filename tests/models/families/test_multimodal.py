@@ -69,6 +69,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Idefics3": ({"model_type": "llama"}, VISION),
     "SmolVLM": ({"model_type": "llama", "tie_word_embeddings": True}, VISION),
+    "Mllama": (
+        {
+            "model_type": "mllama_text_model",
+            "num_hidden_layers": 4,
+            "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        {**VISION, "max_num_tiles": 4, "vision_output_dim": 16, "num_global_layers": 1},
+    ),
     "AyaVision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
     "Cohere2Vision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
     "Lfm2Vl": (

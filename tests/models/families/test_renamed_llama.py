@@ -124,6 +124,16 @@ def same_names(model_type: str, architecture: str, **keys: Any) -> Callable[...,
     return write
 
 
+def phi4_multimodal(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as published, beside an update for images."""
+    config = {**SIZES, "model_type": "phi4mm", "architectures": ["Phi4MMForCausalLM"]}
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    tensors = renamed(model, {module: f"{module}.base_layer" for module in modules})
+    update = np.ones((2, BASE["hidden_size"]), np.float32)
+    tensors["model.layers.0.self_attn.qkv_proj.lora_A.vision.weight"] = update
+    return saved(folder, tensors, {**config, "rope_theta": 500.0, **changes})
+
+
 def baichuan(folder: Path, model: Any, **changes: Any) -> Path:
     """A folder with the model as Baichuan 7B, whose keys are as many as queries. With the
     vocabulary of Baichuan 2, the rows of the head have other lengths."""
@@ -296,6 +306,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
         "Llama",
         {**MANY_KEYS, "vocab_size": 125_696, "rope_parameters": {**ROPE, "rope_theta": 10_000.0}},
     ),
+    "phi4 multimodal": (phi4_multimodal, "Phi3", {}),
     "qwen": (qwen, "Qwen2", MANY_KEYS),
     "deepseek": (deepseek, "Qwen2Moe", EXPERTS),
     "chatglm": (
@@ -344,6 +355,7 @@ def test_logits_and_greedy_tokens_match(name: str, tmp_path: Path) -> None:
         ("baichuan", {"max_position_embeddings": None}),  # linear biases
         ("qwen", {"layer_norm_epsilon": 1.0}),
         ("qwen", {"rotary_emb_base": 1e4}),
+        ("phi4 multimodal", {"partial_rotary_factor": 0.5}),
         ("chatglm", {"rope_ratio": 1}),
         ("chatglm", {"layernorm_epsilon": 1.0}),
         ("deepseek", {"norm_topk_prob": True}),

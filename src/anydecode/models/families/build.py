@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -120,9 +121,16 @@ def _read_weights(
     config = text_config(checkpoint.config)
     family = FAMILIES[config["model_type"]]
     name = _embedding_name(checkpoint, family)
-    reader = TensorReader(checkpoint, dtype, name, keeps_updates, family.stored_name)
+    stored_name = None if family.stored_name is None else partial(family.stored_name, config)
+    reader = TensorReader(checkpoint, dtype, name, keeps_updates, stored_name)
     shape = (spec.vocab_size, spec.hidden_size)
-    embedding = reader.matrix(name, shape, is_outer=True)
+    unused = family.num_unused_embeddings
+    embedding = reader.matrix(
+        name,
+        (spec.vocab_size + unused, spec.hidden_size),
+        rows=slice(0, spec.vocab_size) if unused else None,
+        is_outer=True,
+    )
     # Checkpoints with tied embeddings do not store the head, and encoders have none.
     is_tied = spec.is_encoder or bool_value(config, "tie_word_embeddings")
     if checkpoint.pooling is not None and not reader.has("lm_head.weight"):

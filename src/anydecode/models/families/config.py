@@ -114,6 +114,7 @@ _MULTIMODAL = (
     "LlavaOnevisionForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MllamaForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

@@ -149,7 +149,7 @@ class Family:
         keys: Config keys of the family, and the keys that they stand for.
         names: The usual names of a layer's modules, and the names in the family's checkpoints.
         stored_name: Returns the name in the family's checkpoints of a tensor or module, without the
-            prefix of all names; None: it is the usual one.
+            prefix of all names, from the config and the usual name; None: it is the usual one.
         output_bias: Whether `attention_bias` includes the attention's output.
         has_partial_rotary: Whether `partial_rotary_factor` applies.
         interleaved_rope: See `LayerSpec.interleaved_rope`.
@@ -191,6 +191,7 @@ class Family:
         has_embedding_norm: See `ModelSpec.has_embedding_norm`.
         has_final_norm: See `ModelSpec.has_final_norm`.
         has_segments: Whether token types have embeddings.
+        num_unused_embeddings: The rows of the embedding after those of the vocabulary.
         has_second_sum: See `LayerSpec.has_second_sum`.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
@@ -244,7 +245,7 @@ class Family:
     is_own: Callable[[Config], bool] | None = None
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    stored_name: Callable[[str], str] | None = None
+    stored_name: Callable[[Config, str], str] | None = None
     output_bias: bool = True
     has_partial_rotary: bool = False
     interleaved_rope: bool = False
@@ -278,6 +279,7 @@ class Family:
     has_second_sum: bool = False
     has_first_norm: bool = True
     has_segments: bool = False
+    num_unused_embeddings: int = 0
     has_latent_attention: bool = False
     has_scaled_ranks: bool = False
     has_shortcuts: bool = False

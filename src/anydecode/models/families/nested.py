@@ -64,6 +64,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072, vocab_size_per_layer_input=262144),
     "gemma4_unified_text": _sizes(262144, 2304, 9216, 30, 8, 4, 262144),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, 8, 131072, intermediate_size_mlp=16384),
+    "mllama_text_model": _sizes(
+        *(128256, 4096, 14336, 40, 32, 8, 131072), rms_norm_eps=1e-5, rope_theta=5e5
+    ),
     "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 2, 32768, rms_norm_eps=1e-5),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
     "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048, sliding_window=4096),

@@ -268,7 +268,21 @@ FAMILIES: dict[str, Family] = {
         ),
         **_DEEPSEEK,
     ),
-    "phi3": Family(("Phi3ForCausalLM",), all_sliding, has_partial_rotary=True),
+    # Phi-4-multimodal is Phi-3 whose matrices have updates for images and speech, without which it
+    # reads texts.
+    "phi3": Family(
+        ("Phi3ForCausalLM", "Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"),
+        all_sliding,
+        model_types=("phi4mm", "phi4_multimodal"),
+        has_partial_rotary=True,
+        other_names={
+            module: f"{module}.base_layer"
+            for module in (
+                *("self_attn.qkv_proj", "self_attn.o_proj"),
+                *("mlp.gate_up_proj", "mlp.down_proj"),
+            )
+        },
+    ),
     "phimoe": Family(
         ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
         all_sliding,

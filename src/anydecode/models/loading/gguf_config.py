@@ -25,6 +25,7 @@ from anydecode.models.loading.gguf_dense import (
     nemotron,
     olmo,
     olmo2,
+    openelm,
     own_activation,
     phi2,
     phi3,
@@ -106,9 +107,9 @@ from anydecode.models.loading.gguf_recurrent import (
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
 
 #: Architectures whose layers differ in the number of key heads and the size of the MLP.
-_VARIED = ("gemma3n", "gemma4", "diffusion-gemma", "mimo2", "deci", "step35")
+_VARIED = ("gemma3n", "gemma4", "diffusion-gemma", "mimo2", "deci", "step35", "openelm")
 #: Architectures whose layers differ in the number of heads.
-_VARIED_HEADS = ("laguna", "step35")
+_VARIED_HEADS = ("laguna", "step35", "openelm")
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -176,6 +177,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "minimax-m2": minimax_m2,
         "hunyuan-moe": hunyuan_moe,
         "deci": deci,
+        "openelm": openelm,
         "hy_v3": hy_v3,
         "mellum": mellum,
         "mimo2": mimo2,

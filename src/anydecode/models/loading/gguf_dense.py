@@ -201,6 +201,20 @@ def falcon(keys: Keys, config: dict[str, Any]) -> None:
     config["hidden_act"] = "gelu"
 
 
+def openelm(keys: Keys, config: dict[str, Any]) -> None:
+    """OpenELM: layers differ in the heads and the size of the MLP."""
+    config["use_qk_norm"] = _has_head_norms(keys)
+    sizes = {
+        "num_attention_heads": keys.counts("attention.head_count"),
+        "num_key_value_heads": keys.counts("attention.head_count_kv"),
+        "intermediate_size": keys.counts("feed_forward_length"),
+    }
+    config["per_layer_config"] = {
+        str(layer): {name: sizes[name][layer] for name in sizes}
+        for layer in range(config["num_hidden_layers"])
+    }
+
+
 def deci(keys: Keys, config: dict[str, Any]) -> None:
     """Llama-Nemotron: layers differ in the heads of keys and the size of the MLP; where there are
     none, the layer has no attention or no MLP."""

@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "mimo2": ("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
     "bailingmoe3": ("bailing_hybrid", "BailingMoeV3ForCausalLM"),
     "kimi-linear": ("kimi_linear", "KimiLinearForCausalLM"),
+    "openelm": ("openelm", "OpenELMForCausalLM"),
     "deci": ("nemotron-nas", "DeciLMForCausalLM"),
     "hunyuan-moe": ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
     "lfm2": ("lfm2", "Lfm2ForCausalLM"),

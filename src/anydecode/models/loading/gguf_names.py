@@ -184,6 +184,7 @@ OVERRIDES = {
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
     "qwen": {"attn_qkv": "self_attn.qkv_proj"},
+    "openelm": {"attn_qkv": "self_attn.qkv_proj"},
     "dbrx": {
         "attn_qkv": "self_attn.qkv_proj",
         "attn_output_norm": "post_attention_layernorm",

@@ -36,7 +36,7 @@ def _layers(config: Config) -> dict[str, Any]:
     }
 
 
-def _stored_name(name: str) -> str:
+def _stored_name(config: Config, name: str) -> str:
     """The name of a tensor or module of layer 2 i or 2 i + 1 in checkpoints, where they are the
     halves of layer i."""
     start, _, rest = name.partition(".")

@@ -28,7 +28,9 @@ def _per_layer(config: Config, key: str) -> list[Any]:
 
 
 def _layers(config: Config) -> dict[str, Any]:
-    """The sizes of each layer, and the largest ones."""
+    """The sizes of each layer, and the largest ones. The config of a GGUF file has them."""
+    if config.get("per_layer_config") is not None:
+        return {}
     if not bool_value(config, "ffn_with_glu", True):
         raise refusal("ffn_with_glu", False, "true")
     names = ("num_query_heads", "num_kv_heads", "ffn_multipliers")
