@@ -131,7 +131,8 @@ def phi4_multimodal(folder: Path, model: Any, **changes: Any) -> Path:
     tensors = renamed(model, {module: f"{module}.base_layer" for module in modules})
     update = np.ones((2, BASE["hidden_size"]), np.float32)
     tensors["model.layers.0.self_attn.qkv_proj.lora_A.vision.weight"] = update
-    return saved(folder, tensors, {**config, "rope_theta": 500.0, **changes})
+    own = {"rms_norm_eps": 1e-5, "rope_theta": 500.0}
+    return saved(folder, tensors, {**config, **own, **changes})
 
 
 def baichuan(folder: Path, model: Any, **changes: Any) -> Path:
