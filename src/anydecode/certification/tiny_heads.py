@@ -126,6 +126,37 @@ def clover_checkpoint(
     if own_table:
         table = target.weights.embedding.data
         tensors["clover_embed_tokens.weight"] = table + 2 * matrix(len(table), hidden)
+    return _clover(target, heads, layers, tensors)
+
+
+def first_clover_checkpoint(
+    target: Network, *, seed: int = 0, heads: int = 3, layers: int = 1
+) -> Checkpoint:
+    """A random drafter of Clover, which often agrees as `clover_checkpoint` does."""
+    hidden, matrix = target.spec.hidden_size, random_matrices(seed)
+    one, common = np.eye(hidden, dtype=np.float32), 8 * matrix(1, hidden)[0]
+    tensors = {
+        f"clover{part}_norm.weight": 1 + 0.1 * matrix(1, hidden)[0] for part in ("", "_head")
+    }
+    for head in range(heads):
+        name = f"clover_heads.{head}.attention"
+        for part in "qk":
+            tensors[f"{name}.{part}.weight"] = matrix(hidden, hidden)
+            tensors[f"{name}.{part}.bias"] = common
+        tensors |= {
+            f"{name}.input_layernorm.weight": 1 + 0.1 * matrix(1, hidden)[0],
+            f"{name}.v.weight": 5 * one + matrix(hidden, hidden),
+            f"{name}.v.bias": 0.1 * matrix(1, hidden)[0],
+            f"clover_heads.{head}.mlp.weight": 0.5 * matrix(hidden, hidden),
+            f"clover_heads.{head}.mlp.bias": 0.1 * matrix(1, hidden)[0],
+        }
+    for layer in range(layers):
+        tensors |= layer_tensors(f"layers.{layer}", hidden, hidden, matrix)
+        tensors[f"layers.{layer}.input_layernorm.weight"] = 1 + 0.1 * matrix(1, hidden)[0]
+    return _clover(target, heads, layers, tensors)
+
+
+def _clover(target: Network, heads: int, layers: int, tensors: dict[str, np.ndarray]) -> Checkpoint:
     clover = {"num_heads": heads, "num_layers": layers}
     config = {**drafter_config(target), "clover": clover}
     return Checkpoint("clover", Path("clover"), config, tensors)

@@ -1,13 +1,16 @@
-"""Opens drafters of Clover-2, by their files.
+"""Opens drafters of Clover and Clover-2, by their files.
 
 Xiao et al., "Clover: Regressive Lightweight Speculative Decoding with Sequential Knowledge",
 arXiv:2405.00263; "Clover-2: Accurate Inference for Regressive Lightweight Speculative Decoding",
-arXiv:2408.00264. Layout: that of XiaoBin1992/clover.
+arXiv:2408.00264. Layout: that of XiaoBin1992/clover, which is of Clover-2; no files of Clover are
+published, so that its layout is our own: `clover_heads.N.attention` and `clover_heads.N.mlp`.
 
-A regressive block adds a token's values to the state, each head of them times the cosine of its
-query and key. The first token is added to the target's state before its final norm; layers with
-keys and values of their own (the augmenting block) follow. Each further token is added to the state
-of its parent by a second block, which all later heads share.
+A regressive block (Clover's attention decoder) adds a token's values to the state, each head of
+them times the cosine of its query and key. In Clover-2 the first token is added to the target's
+state before its final norm; layers with keys and values of their own (the augmenting block) follow.
+Each further token is added to the state of its parent by a second block, which all later heads
+share. In Clover the augmenting block comes first, and each head has a regressive block and an MLP
+of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from anydecode.models.spec import MAX_STEPS, ModelSpec, StateSpec
 from anydecode.models.step_heads import StepNetwork
 
 _FIRST, _LATER, _TOKENS = "clover_head_mlp_rnn", "clover_head_mlp_rnn2", "clover_embed_tokens"
+_HEADS = "clover_heads"
 #: Against a division by zero where a query or key is zero.
 _EPS = 1e-12
 
@@ -77,13 +81,16 @@ class RegressiveBlock:
 
 @dataclass(eq=False)
 class CloverNetwork(StepNetwork):
-    """A drafter of Clover-2. Hidden states are the regressive state, then what the head reads.
+    """A drafter of Clover-2 or Clover. Hidden states are the regressive state, then what the head
+    reads.
 
     Attributes:
         block: The augmenting layers and their norm.
-        regressive: The blocks of the first token and of later ones.
-        outputs: The products before the head: of the first state, and of later states with the
-            embeddings of their tokens.
+        regressive: The block of each step; the last one is that of later steps too.
+        outputs: The products before the head of each step, likewise. In Clover-2: of the first
+            state, and of later states with the embeddings of their tokens. In Clover: of the
+            states, to which their SiLU is added.
+        is_first_version: Whether it is of Clover.
         head_norm: The norm of these products, float32 `[hidden_size]`.
         tokens: The embeddings of tokens, which are `scale` times its rows.
     """
@@ -91,6 +98,7 @@ class CloverNetwork(StepNetwork):
     block: Network | None = None
     regressive: list[RegressiveBlock] = field(default_factory=list)
     outputs: list[Linear] = field(default_factory=list)
+    is_first_version: bool = False
     head_norm: np.ndarray | None = None
     tokens: Weight | None = None
     scale: float = 1.0
@@ -107,17 +115,22 @@ class CloverNetwork(StepNetwork):
             return x
         state = backend.columns(x, 0, size)
         tokens = backend.token_rows(self.tokens, self.scale)
-        if step:
-            state = self.regressive[1].apply(backend, state, tokens, eps)
-            y = self.outputs[1].apply(backend, backend.join(state, tokens))
-        else:
-            if index == 0:
-                state = self.regressive[0].apply(backend, state, tokens, eps)
+        regressive = self.regressive[min(step, len(self.regressive) - 1)]
+        output = self.outputs[min(step, len(self.outputs) - 1)]
+        if not step:
+            if index == 0 and not self.is_first_version:
+                state = regressive.apply(backend, state, tokens, eps)
             state = self.block.layer(backend, state, index)
             if index < last:
                 return backend.join(state, backend.columns(x, size, size))
             state = self.block.final_norm(backend, state)
-            y = self.outputs[0].apply(backend, state)
+        if step or self.is_first_version:
+            state = regressive.apply(backend, state, tokens, eps)
+        if self.is_first_version:
+            added = backend.activate(output.apply(backend, state), "silu")
+            y = backend.add(state, added)
+        else:
+            y = output.apply(backend, backend.join(state, tokens) if step else state)
         return backend.join(state, backend.rms_norm(y, self.head_norm, eps))
 
     def step_head(self, backend: Backend, x: Any, step: int) -> Any:
@@ -136,8 +149,12 @@ class CloverNetwork(StepNetwork):
 
 
 def is_clover(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint has a drafter of Clover-2."""
-    return f"{_FIRST}.q.weight" in checkpoint.tensors
+    """Whether a checkpoint has a drafter of Clover-2 or Clover."""
+    return f"{_FIRST}.q.weight" in checkpoint.tensors or _is_first_version(checkpoint)
+
+
+def _is_first_version(checkpoint: Checkpoint) -> bool:
+    return f"{_HEADS}.0.attention.q.weight" in checkpoint.tensors
 
 
 def load_clover(
@@ -157,8 +174,11 @@ class _Clover:
         self, checkpoint: Checkpoint, target: Network, dtype: str | None, read_rows: ReadRows
     ) -> None:
         self.checkpoint, self.target, self.read_rows = checkpoint, target, read_rows
-        self.reader = TensorReader(checkpoint, dtype, f"{_FIRST}.q")
+        self.is_first_version = _is_first_version(checkpoint)
+        first = f"{_HEADS}.0.attention" if self.is_first_version else _FIRST
+        self.reader = TensorReader(checkpoint, dtype, f"{first}.q")
         self.own = mapping_value(checkpoint.config, "clover")
+        self.num_heads = int_value(self.own, "num_heads", high=MAX_STEPS)
         plain = {**layer_config(dict(checkpoint.config), "llama"), "num_hidden_layers": 1}
         self.layers = spec_from_config(plain)
         layer = self.layers.layers[0]
@@ -172,7 +192,7 @@ class _Clover:
                 raise refusal(key, own, f"{allowed}, as the target's")
 
     def read(self) -> CloverNetwork:
-        target, read = self.target, self.reader.linear
+        target = self.target
         packed = [target.weights.embedding]
         tokens = mapped_tokens(self.checkpoint, target.spec.vocab_size)
         head = head_rows(self.reader, tokens, target, self.read_rows, packed)
@@ -188,10 +208,8 @@ class _Clover:
             packed=tuple(packed),
             block=block,
             regressive=self._regressive(),
-            outputs=[
-                read("clover_head_mlp", (self.hidden, self.hidden), True),
-                read("clover_head_mlp2", (self.hidden, 2 * self.hidden), True),
-            ],
+            outputs=self._outputs(),
+            is_first_version=self.is_first_version,
             head_norm=self.reader.vector("clover_head_norm.weight", self.hidden),
             tokens=table,
             scale=scale,
@@ -199,15 +217,14 @@ class _Clover:
 
     def _spec(self, block: Network, head_size: int) -> ModelSpec:
         target = self.target.spec
-        heads = int_value(self.own, "num_heads", high=MAX_STEPS)
         return ModelSpec(
-            architecture="Clover2",
+            architecture="Clover" if self.is_first_version else "Clover2",
             vocab_size=target.vocab_size,
             hidden_size=2 * self.hidden + 1,
             max_positions=target.max_positions,
             norm_eps=self.layers.norm_eps,
             layers=block.spec.layers,
-            states=StateSpec((target.num_layers,), self.hidden, num_heads=heads),
+            states=StateSpec((target.num_layers,), self.hidden, num_heads=self.num_heads),
             has_final_norm=False,
             head_size=head_size,
             logit_scale=target.logit_scale,
@@ -237,14 +254,31 @@ class _Clover:
         spec = replace(self.layers, layers=(layer,) * count)
         return Network(spec, weights, packed=(weights.embedding, weights.head))
 
+    def _own_heads(self, part: str) -> list[str]:
+        """The names of a part of each head of Clover."""
+        if self.reader.has_module(f"{_HEADS}.{self.num_heads}"):
+            raise CheckpointError(
+                f"num_heads is {self.num_heads}, but {self.checkpoint.name} contains more heads"
+            )
+        return [f"{_HEADS}.{number}.{part}" for number in range(self.num_heads)]
+
+    def _outputs(self) -> list[Linear]:
+        read, size = self.reader.linear, self.hidden
+        if self.is_first_version:
+            return [read(name, (size, size), True) for name in self._own_heads("mlp")]
+        return [
+            read("clover_head_mlp", (size, size), True),
+            read("clover_head_mlp2", (size, 2 * size), True),
+        ]
+
     def _regressive(self) -> list[RegressiveBlock]:
-        """The blocks of the first token and of later ones."""
         heads = int_value(self.checkpoint.config, "num_attention_heads")
         if self.hidden % heads:
             raise refusal("num_attention_heads", heads, f"a divisor of {self.hidden}")
         width = self.hidden // heads
         mean = plain_weight(np.full((width, width), 1 / width, np.float32), "clover_mean")
-        return [self._regressive_block(name, heads, mean) for name in (_FIRST, _LATER)]
+        names = self._own_heads("attention") if self.is_first_version else [_FIRST, _LATER]
+        return [self._regressive_block(name, heads, mean) for name in names]
 
     def _regressive_block(self, name: str, heads: int, mean: Weight) -> RegressiveBlock:
         square = (self.hidden, self.hidden)

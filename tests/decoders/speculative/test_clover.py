@@ -3,6 +3,7 @@ company, with a small cache, in chunks, from cached prefixes and under constrain
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from anydecode.certification.oracles.speculative import clover as oracle
 from anydecode.certification.tiny import tiny_network, with_drafter
-from anydecode.certification.tiny_heads import clover_checkpoint
+from anydecode.certification.tiny_heads import clover_checkpoint, first_clover_checkpoint
 from anydecode.decoders.speculative import clover
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models import clover as files
@@ -103,8 +104,60 @@ def test_certificate_rejects_states_after_the_final_norm(monkeypatch: Patch) -> 
     assert_rejected("clover")
 
 
+def _twin_of_first_version(monkeypatch: Patch, change: Callable[[CloverNetwork], None]) -> None:
+    """Drafters of Clover are opened with a mistake."""
+    only_drafter(monkeypatch, oracle, "Clover's")
+    own = files._Clover.read
+
+    def read(self: Any) -> CloverNetwork:
+        network = own(self)
+        change(network)
+        return network
+
+    monkeypatch.setattr(files._Clover, "read", read)
+
+
+def test_certificate_rejects_one_attention_decoder_for_all_heads(monkeypatch: Patch) -> None:
+    """As that of Clover-2's later heads."""
+
+    def change(network: CloverNetwork) -> None:
+        network.regressive = network.regressive[:1]
+
+    _twin_of_first_version(monkeypatch, change)
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_one_mlp_for_all_heads(monkeypatch: Patch) -> None:
+    def change(network: CloverNetwork) -> None:
+        network.outputs = network.outputs[:1]
+
+    _twin_of_first_version(monkeypatch, change)
+    assert_rejected("clover")
+
+
+def test_certificate_rejects_layers_that_read_the_token(monkeypatch: Patch) -> None:
+    """Clover-2 adds the first token before its layers, Clover behind them."""
+    layer = CloverNetwork.step_layer
+
+    def early(self: CloverNetwork, backend: Any, x: Any, step: int, index: int) -> Any:
+        if step:
+            return layer(self, backend, x, step, index)
+        state, rest = backend.columns(x, 0, self.size), backend.columns(x, self.size, self.size)
+        tokens = backend.token_rows(self.tokens, self.scale)
+        state = self.regressive[0].apply(backend, state, tokens, self.spec.norm_eps)
+        return layer(self, backend, backend.join(state, rest), step, index)
+
+    only_drafter(monkeypatch, oracle, "Clover's")
+    monkeypatch.setattr(CloverNetwork, "step_layer", early)
+    assert_rejected("clover")
+
+
 @CONDITIONS
-@pytest.mark.parametrize("drafter", [clover_checkpoint, SMALL], ids=["two layers", "one"])
+@pytest.mark.parametrize(
+    "drafter",
+    [clover_checkpoint, SMALL, first_clover_checkpoint],
+    ids=["two layers", "one", "Clover's"],
+)
 def test_the_text_is_that_of_plain_decoding(
     drafter: Any, options: dict[str, Any], temperature: float
 ) -> None:
@@ -143,9 +196,10 @@ def test_wrong_options_are_refused(options: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
-def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None) -> None:
-    make = partial(clover_checkpoint, heads=4)
-    assert_folder_drafts(tmp_path, make, "clover", oracle.drafted_by(8, 5), dtype=dtype)
+@pytest.mark.parametrize("make", [clover_checkpoint, first_clover_checkpoint])
+def test_a_folder_drafts_for_its_target(make: Any, tmp_path: Path, dtype: str | None) -> None:
+    drafter = partial(make, heads=4)
+    assert_folder_drafts(tmp_path, drafter, "clover", oracle.drafted_by(8, 5), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -172,3 +226,20 @@ def test_malformed_files_are_refused(change: Change, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as raised:
         load_clover(checkpoint, target)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_keys(clover={"num_heads": 2, "num_layers": 1}), "contains more heads"),
+        (set_keys(clover={"num_heads": 4, "num_layers": 1}), "heads.3.attention"),
+        (without("clover_heads.2.mlp.weight"), "clover_heads.2.mlp.weight is missing"),
+        (without("clover_heads.1.attention.v.bias"), "attention.v.bias is missing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_malformed_files_of_clover_are_refused(change: Change, message: str) -> None:
+    target = tiny_network()
+    checkpoint = changed(first_clover_checkpoint(target), change)
+    with pytest.raises(CheckpointError, match=message):
+        load_clover(checkpoint, target)

@@ -507,8 +507,8 @@ def train_drafter(
         str,
         typer.Option(
             "--recipe",
-            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, chimera, falcon,"
-            " dflash, dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, clover-1, chimera,"
+            " falcon, dflash, dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
         ),
     ] = "eagle-3",
     out: Out = Path("trained-drafter"),

@@ -86,13 +86,13 @@ class CloverDrafter(TreeDrafter):
         summary="A state takes in each drafted token; the most probable ones share a budget.",
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
-        missing=(
-            "the attention decoder and the heads of Clover's own drafter, of which no files are"
-            " published: they neither open nor train",
-        ),
         deviations=(
-            "drafters are those of Clover-2, in which a cosine weighs the attention to the drafted"
-            " token",
+            "Clover's own drafters, of which no files or code are published, have a layout of ours"
+            " (`anydecode train drafter --recipe clover-1`): one layer behind the target's last"
+            " state, then per head an attention decoder for the token drafted before and an MLP"
+            " x + silu(W x + b); as in the code of Clover-2, a cosine weighs the attention to the"
+            " token, and a norm stands before the target's head; 3 heads by default, which learn"
+            " the tokens of the model's own answers with equal weights",
             "the budget is Clover's: candidates below a quarter of the best one's probability are"
             " dropped, too, which Clover-2's code leaves out",
             "8 nodes of up to 5 heads by default (Clover: 4; the code of Clover-2: 20)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from anydecode.errors import InvalidRequestError
 from anydecode.training.drafters.blockwise import Blockwise
 from anydecode.training.drafters.chimera import Chimera
-from anydecode.training.drafters.clover import Clover
+from anydecode.training.drafters.clover import Clover, FirstClover
 from anydecode.training.drafters.dflash import DFlash
 from anydecode.training.drafters.dspark import DSpark
 from anydecode.training.drafters.eagle import Eagle
@@ -22,7 +22,8 @@ from anydecode.training.drafters.peagle import PEagle
 RECIPES: dict[str, type[Learner]] = {
     learner.recipe: learner
     for learner in (
-        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover, Chimera, Falcon),
+        *(Eagle3, Eagle, Medusa, Hydra, HydraPlus, Blockwise, Clover, FirstClover),
+        *(Chimera, Falcon),
         *(DFlash, DSpark, PEagle, ParallelSpec, EarlyExit, KangarooAdapter, LongSpec),
     )
 }

@@ -154,11 +154,25 @@ class Learner(nn.Module, ABC):
         distance = functional.smooth_l1_loss(states.float(), final, reduction="none")
         return self.state_weight * distance.mean(-1)
 
+    def row_losses(
+        self, log_p: torch.Tensor, log_q: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses of the rows of one step, and, without a gradient, the probabilities that their
+        drafts are accepted; both `[rows]`.
+
+        Args:
+            log_p: The target's log-probabilities, `[rows, head rows]`.
+            log_q: The drafter's, `[rows, head rows]`.
+            labels: The head's rows of the texts' tokens, `[rows]`.
+        """
+        return draft_losses(log_p, log_q)
+
     def losses(self, batch: DraftBatch, random: torch.Generator) -> list[StepLosses]:
         """The losses of `depth` draft steps. Tokens that the head has not cannot be drafted: their
         positions are left out."""
         drafted = self.draft(batch, random)
-        trained = batch.is_answer & (self._rows[batch.tokens.roll(-1, 1)] >= 0)
+        labels = self._rows[batch.tokens.roll(-1, 1)]
+        trained = batch.is_answer & (labels >= 0)
         with torch.no_grad():
             teacher = functional.linear(batch.final[trained], self.head).float().log_softmax(-1)
         texts = torch.arange(len(batch.tokens))[:, None]
@@ -170,10 +184,10 @@ class Learner(nn.Module, ABC):
             positions = (starts + 1 + step).expand(states.shape[:2])
             own = rows[texts, positions]
             chosen = own >= 0
-            previous = batch.tokens[texts.expand_as(positions)[chosen], positions[chosen]]
+            at = texts.expand_as(positions)[chosen], positions[chosen]
+            previous, final = batch.tokens[at], batch.final[at]
             log_q = self.logits(states[chosen], previous).log_softmax(-1)
-            loss, acceptance = draft_losses(teacher[own[chosen]], log_q)
-            final = batch.final[texts.expand_as(positions)[chosen], positions[chosen]]
+            loss, acceptance = self.row_losses(teacher[own[chosen]], log_q, labels[at])
             extra = self.extra_loss(states[chosen], final, previous, acceptance)
             if extra is not None:
                 loss = loss + extra

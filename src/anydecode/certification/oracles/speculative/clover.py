@@ -1,4 +1,4 @@
-"""Oracle test of clover (arXiv:2405.00263, 2408.00264): the trees that follow from the drafter's
+"""Oracle test of clover (arXiv:2405.00263, 2408.00264): the trees that follow from a drafter's
 tensors, the target's states before its final norm and the embeddings of drafted tokens."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     shares,
 )
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
-from anydecode.certification.tiny_heads import clover_checkpoint
+from anydecode.certification.tiny_heads import clover_checkpoint, first_clover_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -29,6 +29,8 @@ DRAFTERS: dict[str, Drafter] = {
         clover_checkpoint, heads=3, layers=1, own_table=False
     ),
     "7 heads": partial(clover_checkpoint, heads=7, seed=4),
+    "Clover's": first_clover_checkpoint,
+    "Clover's, 4 heads, 2 layers": partial(first_clover_checkpoint, heads=4, layers=2, seed=3),
 }
 
 
@@ -37,38 +39,53 @@ class Regression:
 
     def __init__(self, checkpoint: Checkpoint, target: Network, text: list[int]) -> None:
         self.tensors = {name: np.asarray(x, np.float64) for name, x in checkpoint.tensors.items()}
-        self.num_heads = int(checkpoint.config["clover"]["num_heads"])
+        self.config = checkpoint.config["clover"]
+        self.num_heads = int(self.config["num_heads"])
         self.attention_heads = int(checkpoint.config["num_attention_heads"])
         self.spec, self.head = target.spec, target.weights.head.data.astype(np.float64)
         self.table = self.tensors.get("clover_embed_tokens.weight", target.weights.embedding.data)
         forward = TargetStates(target)
         states = [forward.states(token)[-1] for token in text[:-1]]
-        rows = [self._add("", x, token) for x, token in zip(states, text[1:], strict=True)]
-        x = np.stack(rows)
-        for layer in range(int(checkpoint.config["clover"]["num_layers"])):
+        self._states: dict[Path, np.ndarray] = {(): self._first(states, text)}
+
+    def _first(self, states: list[np.ndarray], text: list[int]) -> np.ndarray:
+        """The state behind the text, from the target's states before its last token."""
+        name = "clover_head_mlp_rnn"
+        rows = [self._add(name, x, token) for x, token in zip(states, text[1:], strict=True)]
+        return self._augmented(np.stack(rows))
+
+    def _augmented(self, x: np.ndarray) -> np.ndarray:
+        for layer in range(int(self.config["num_layers"])):
             x = self._layer(x, f"layers.{layer}")
-        self._states: dict[Path, np.ndarray] = {(): self._norm(x[-1], "clover_norm")}
+        return self._norm(x[-1], "clover_norm")
 
     def logits(self, path: Path) -> np.ndarray:
         """The logits behind `path`, of all tokens."""
-        if path:
-            state = np.concatenate([self._state(path), self.table[path[-1]]])
-            y = self._product("clover_head_mlp2", state)
-        else:
-            y = self._product("clover_head_mlp", self._state(path))
+        y = self._output(path)
         row: np.ndarray = self.head @ self._norm(y, "clover_head_norm")
         if "token_map" in self.tensors:
             row[np.setdiff1d(np.arange(len(row)), self.tensors["token_map"].astype(int))] = -np.inf
         return row
 
+    def _output(self, path: Path) -> np.ndarray:
+        """What the norm before the head reads behind `path`."""
+        if not path:
+            return self._product("clover_head_mlp", self._state(path))
+        state = np.concatenate([self._state(path), self.table[path[-1]]])
+        return self._product("clover_head_mlp2", state)
+
+    def _block(self, path: Path) -> str:
+        """The name of the block that adds the last token of `path`."""
+        return "clover_head_mlp_rnn2"
+
     def _state(self, path: Path) -> np.ndarray:
         if path not in self._states:
-            self._states[path] = self._add("2", self._state(path[:-1]), path[-1])
+            self._states[path] = self._add(self._block(path), self._state(path[:-1]), path[-1])
         return self._states[path]
 
-    def _add(self, number: str, x: np.ndarray, token: int) -> np.ndarray:
+    def _add(self, name: str, x: np.ndarray, token: int) -> np.ndarray:
         """The state with a token's values, each head of them times the cosine of query and key."""
-        name, embedded = f"clover_head_mlp_rnn{number}", self.table[token]
+        embedded = self.table[token]
         parts = (
             self._product(f"{name}.q", self._norm(x, f"{name}.input_layernorm")),
             self._product(f"{name}.k", embedded),
@@ -108,13 +125,35 @@ class Regression:
         return np.asarray(x + product("mlp.down_proj", inner))
 
 
+class FirstRegression(Regression):
+    """A drafter of Clover behind a text: the layers read the target's states, and each head adds
+    its token with a block of its own."""
+
+    def _first(self, states: list[np.ndarray], text: list[int]) -> np.ndarray:
+        return self._add(self._block(()), self._augmented(np.stack(states)), text[-1])
+
+    def _block(self, path: Path) -> str:
+        return f"clover_heads.{len(path)}.attention"
+
+    def _output(self, path: Path) -> np.ndarray:
+        state = self._state(path)
+        y = self._product(f"clover_heads.{len(path)}.mlp", state)
+        return np.asarray(state + y / (1 + np.exp(-y)))
+
+
+def regression(checkpoint: Checkpoint, target: Network, text: list[int]) -> Regression:
+    """A drafter behind a text."""
+    is_first = "clover_heads.0.mlp.weight" in checkpoint.tensors
+    return (FirstRegression if is_first else Regression)(checkpoint, target, text)
+
+
 def drafted_by(size: int, depth: int, top_p: float = 0.95) -> Oracle:
     """The paths of the budget of `size` tokens, level by level."""
 
     def paths(
         checkpoint: Checkpoint, target: Network, text: list[int], temperature: float
     ) -> list[Path]:
-        drafter = Regression(checkpoint, target, text)
+        drafter = regression(checkpoint, target, text)
         level: list[tuple[float, Path]] = [(1.0, ())]
         kept: list[Path] = []
         for number in range(min(depth, drafter.num_heads)):
