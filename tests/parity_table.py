@@ -100,6 +100,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     for name in parity_module("families/test_renamed_llama").FILES:
         yield name, name, True
     yield "baichuan", "baichuan", True
+    yield "deepseek_v4", "deepseek4", True
     for is_llama in (True, False):
         yield "openelm", "openelm", is_llama
     yield "granite_swa", "granite_swa", True

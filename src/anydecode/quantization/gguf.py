@@ -44,6 +44,7 @@ _KEPT = (
     "ssm_x", "laurel", "per_layer_model_proj", "altup_router", "altup_predict_coef",
     "altup_correct_coef", "time_mix_lerp",
     "time_mix_w", "time_mix_a", "time_mix_g", "time_mix_v0", "time_mix_v1", "time_mix_v2",
+    "hc_", "compressor_ape", "tid2eid",
 )  # fmt: skip
 #: Formats with larger blocks -> what is written where a row is no multiple of that.
 _SMALL_BLOCKS = {

@@ -36,6 +36,7 @@ from anydecode.models.loading.gguf_names import (
     NEXTN,
     ONE_ADDED,
     OUTER,
+    OUTER_VECTORS,
     OVERRIDES,
     OWN_OUTER,
     OWN_VECTORS,
@@ -132,6 +133,8 @@ def _convert(
     if module in STACKS and config.get("altup_num_inputs"):
         return _stack(file, info, STACKS[module], config["altup_num_inputs"] - 1)
     if not module.startswith("blk."):
+        if info.name in OUTER_VECTORS:
+            return [_vector(file, info, OUTER_VECTORS[info.name], "", config)]
         outer = {**OUTER, **OWN_OUTER.get(architecture, {})}
         if module not in outer:
             raise _unknown_tensor(file, info, architecture)
@@ -210,8 +213,8 @@ def _vector(
     shapes = time_mix_vectors(config) if config["model_type"] == "rwkv7" else {}
     is_flat = name in FLAT and config["model_type"] != "jamba"  # whose decay is a matrix
     shape = (math.prod(info.shape),) if is_flat else shapes.get(name, info.shape)
-    if shape == info.shape or math.prod(shape) != math.prod(info.shape):
-        return prefix + name, info.shape, reader
+    if math.prod(shape) != math.prod(info.shape):
+        shape = info.shape
     return prefix + name, shape, partial(_as_shape, reader, shape)
 
 
@@ -386,7 +389,7 @@ def matrix_parts(file: GGUFFile) -> dict[str, tuple[str, int, int]]:
 
 
 def _as_shape(reader: Reader, shape: Shape) -> np.ndarray:
-    """A small tensor with another shape."""
+    """A small tensor in a shape."""
     tensor = reader()
     return (dequantize(tensor) if isinstance(tensor, Weight) else tensor).reshape(shape)
 

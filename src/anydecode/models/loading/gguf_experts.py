@@ -7,13 +7,13 @@ from typing import Any
 from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import rotary_share
-from anydecode.models.limits import MAX_EXPERTS, refusal
+from anydecode.models.limits import MAX_EXPERTS, number, refusal
 from anydecode.models.loading.gguf_dense import phi3
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _KV_HEADS, _DIVISORS = "num_key_value_heads", ("short_factor", "long_factor")
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -411,6 +411,43 @@ def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
     config["index_n_heads"] = keys.count("attention.indexer.head_count")
     config["index_head_dim"] = keys.count("attention.indexer.key_length")
     config["indexer_types"] = _indexer_types(keys, config, "indexer.attn_k", "shared")
+
+
+def deepseek_v4(keys: Keys, config: dict[str, Any]) -> None:
+    """DeepSeek-V4. Old files count layers that predict further tokens and have none."""
+    gating = keys.get("expert_gating_func", _SQRT_SOFTPLUS)
+    if gating != _SQRT_SOFTPLUS:
+        raise refusal(keys.name("expert_gating_func"), gating, f"{_SQRT_SOFTPLUS}")
+    if any(".nextn.eh_proj." in name for name in keys.file.tensors):
+        _further_layers(keys, config)
+    experts(keys, config)
+    count = config["num_hidden_layers"]
+    limits = keys.get("swiglu_clamp_exp")
+    limit = limits[0] if isinstance(limits, list) and limits else limits
+    if isinstance(limits, list) and any(other != limit for other in limits):
+        raise refusal(keys.name("swiglu_clamp_exp"), limits, "one limit for all layers")
+    config |= {
+        "swiglu_limit": number(keys.name("swiglu_clamp_exp"), limit),
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "n_shared_experts": keys.count("expert_shared_count", high=MAX_EXPERTS, low=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.get("expert_weights_norm", True),
+        "num_hash_layers": keys.count("hash_layer_count", 0, low=0),
+        "q_lora_rank": keys.count("attention.q_lora_rank"),
+        "o_lora_rank": keys.count("attention.output_lora_rank"),
+        "o_groups": keys.count("attention.output_group_count"),
+        "sliding_window": keys.count("attention.sliding_window"),
+        "compress_ratios": keys.counts("attention.compress_ratios", low=0)[:count],
+        "compress_rope_theta": keys.number("attention.compress_rope_freq_base"),
+        "qk_rope_head_dim": keys.count("rope.dimension_count"),
+        "index_n_heads": keys.count("attention.indexer.head_count"),
+        "index_head_dim": keys.count("attention.indexer.key_length"),
+        "index_topk": keys.count("attention.indexer.top_k"),
+        "hc_mult": keys.count("hyper_connection.count"),
+        "hc_sinkhorn_iters": keys.count("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": keys.number("hyper_connection.epsilon"),
+    }
+    _derive(config)
 
 
 def _indexer_types(keys: Keys, config: dict[str, Any], part: str, other: str) -> list[str]:

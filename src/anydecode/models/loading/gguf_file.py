@@ -69,15 +69,15 @@ FORMAT_CODES = {
     40: "NVFP4",
     161: "PTQ161",  # not of GGUF: other programs refuse the file
 }
-#: Codes of vectors of integers, which are no weights.
-INTEGER_CODES = {27: "I64"}
+#: Codes of tensors of integers, which are no weights.
+INTEGER_CODES = {26: "I32", 27: "I64"}
+_INTEGERS: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 #: Names of unsupported formats, for error messages.
 _OTHER_FORMATS = {
     9: "Q8_1",
     15: "Q8_K",
     24: "I8",
     25: "I16",
-    26: "I32",
     28: "F64",
     42: "Q2_0",
 }
@@ -167,8 +167,8 @@ class GGUFFile:
 
     def view(self, info: TensorInfo, weight_name: str = "") -> np.ndarray | Weight:
         raw = np.asarray(self._maps[info.part][info.offset : info.offset + info.num_bytes])
-        if info.format in INTEGER_CODES.values():
-            return raw.view(np.dtype(np.int64))
+        if info.format in _INTEGERS:
+            return raw.view(_INTEGERS[info.format]).reshape(info.shape)
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
@@ -329,14 +329,15 @@ class _Header:
         format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code)
         if code in (_SIGNS_CODE, _TERNARY_CODE):
             format = _SIGNS if code == _SIGNS_CODE else _TERNARY
-        is_integer = code in INTEGER_CODES
-        if format is None or (is_integer and len(shape) > 1):
-            format_name = format or _OTHER_FORMATS.get(code, f"number {code}")
+        if format is None:
+            format_name = _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
                 f" {', '.join(sorted((*BLOCKS, _SIGNS, _TERNARY)))}"
             )
-        values, block_bytes = _SIGNS_BLOCK if format == _SIGNS else BLOCKS.get(format, (1, 8))
+        values, block_bytes = _SIGNS_BLOCK if format == _SIGNS else BLOCKS.get(format, (1, 0))
+        if format in _INTEGERS:
+            block_bytes = _INTEGERS[format].itemsize
         if format == _TERNARY:
             values, block_bytes = ternary.BLOCK, ternary.BLOCK // 4
         if 0 in shape or shape[-1] % values:

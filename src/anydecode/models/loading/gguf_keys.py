@@ -93,6 +93,7 @@ ARCHITECTURES = {
     "step35": ("step3p5", "Step3p5ForCausalLM"),
     "cohere2moe": ("cohere2_moe", "Cohere2MoeForCausalLM"),
     "minimax-m3": ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM"),
+    "deepseek4": ("deepseek_v4", "DeepseekV4ForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "mamba": ("mamba", "MambaForCausalLM"),
     "llada": ("llada", "LLaDAModelLM"),

@@ -29,6 +29,10 @@ OWN_OUTER = {
         },
     },
 }
+#: Tensors outside the layers whose Hugging Face names have no suffix.
+OUTER_VECTORS = {
+    f"output_hc_{kind}.weight": f"model.hc_head.hc_{kind}" for kind in ("fn", "base", "scale")
+}
 LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -141,6 +145,8 @@ _BLOCK_INDEXER = {
     f"indexer.{part}": f"self_attn.indexer.{part}"
     for part in ("q_proj", "k_proj", "q_norm", "k_norm")
 }
+#: What makes the entries of DeepSeek-V4.
+_ENTRIES = {"kv": "kv_proj", "gate": "gate_proj", "norm": "kv_norm"}
 _KIMI_DELTA = {
     **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
     "ssm_beta": "self_attn.b_proj",
@@ -271,6 +277,23 @@ OVERRIDES = {
     **dict.fromkeys(
         ("deepseek32", "glm-dsa"), {**_LATENT, **_shared("shared_experts"), **_INDEXER}
     ),
+    "deepseek4": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_norm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv": "self_attn.kv_proj",
+        **dict.fromkeys(("attn_kv_norm", "attn_kv_a_norm"), "self_attn.kv_norm"),
+        "attn_output_a": "self_attn.o_a_proj",
+        "attn_output_b": "self_attn.o_b_proj",
+        **{f"attn_compressor_{x}": f"self_attn.compressor.{y}" for x, y in _ENTRIES.items()},
+        **{
+            f"indexer_compressor_{x}": f"self_attn.compressor.indexer.{y}"
+            for x, y in _ENTRIES.items()
+        },
+        "indexer.attn_q_b": "self_attn.compressor.indexer.q_b_proj",
+        "indexer.proj": "self_attn.compressor.indexer.scorer.weights_proj",
+        **_shared("shared_experts"),
+    },
     "minicpm3": _LATENT,
     "hy_v3": _shared("shared_experts"),
     **dict.fromkeys(("mellum", "mimo2"), {"ffn_gate_inp": "mlp.gate"}),
@@ -318,7 +341,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("granitemoe", "granite_swa", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
-            *("dbrx", "deepseek", *_DEEPSEEK),
+            *("dbrx", "deepseek", "deepseek4", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
             *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3"),
@@ -367,6 +390,16 @@ OWN_VECTORS = {
         ("kimi-linear", "bailingmoe3"),
         {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"},
     ),
+    "deepseek4": {
+        "attn_compressor_ape.weight": "self_attn.compressor.position_bias",
+        "indexer_compressor_ape.weight": "self_attn.compressor.indexer.position_bias",
+        "ffn_gate_tid2eid.weight": "mlp.gate.tid2eid",
+        **{
+            f"hc_{part}_{kind}.weight": f"{part}_hc.{kind}"
+            for part in ("attn", "ffn")
+            for kind in ("fn", "base", "scale")
+        },
+    },
     "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
 }
 #: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
@@ -379,7 +412,7 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
-    *("step35", "cohere2moe", "bailingmoe3"),
+    *("step35", "cohere2moe", "bailingmoe3", "deepseek4"),
 )
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.

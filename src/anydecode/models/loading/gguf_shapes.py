@@ -9,6 +9,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.families.config import is_expert_layer, num_experts, shared_size
 from anydecode.models.families.patterns import MLP, MOE, cache_layers
 from anydecode.models.families.recurrent import HYBRID
+from anydecode.models.families.shared_key import SELECTED, SLIDING
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_names import EXPERTS, OVERRIDES, STACKS
@@ -48,6 +49,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             yield f"model.{name}.{leaf}", (hidden,), True
     if family.has_segments:
         yield "model.embed_segments.weight", (config["type_vocab_size"], hidden), False
+    if family.has_hyper_connections:
+        for kind, shape in _hyper_shapes(config, (config["hc_mult"],)).items():
+            yield f"model.hc_head.hc_{kind}", shape, True
     if family.has_position_table:
         positions = config["max_position_embeddings"]
         yield "model.embed_positions.weight", (positions, hidden), True
@@ -98,6 +102,12 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if not own.get("has_mlp", True):
             mlp = {}
             del vectors["post_attention_layernorm"]
+        if family.has_shared_key:
+            for name, shape in _shared_key_shapes(config, layer).items():
+                yield start + name, shape, True
+            if own.get("has_token_experts"):
+                shape = vocab, config["num_experts_per_tok"]
+                yield f"{start}mlp.gate.tid2eid", shape, True
         for module, shape in {**matrices, **mlp}.items():
             name = f"{start}{family.names.get(module, module)}"
             yield f"{name}.weight", shape, True
@@ -112,7 +122,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if family.has_sinks and own.get("has_sinks", True):
             yield f"{start}self_attn.sinks", (config["num_attention_heads"],), True
         has_selection_bias = family.moe is not None and family.moe.has_selection_bias
-        has_selection_bias = has_selection_bias and config.get("use_expert_bias", True)
+        has_selection_bias = has_selection_bias and own.get("use_expert_bias", True)
         if has_selection_bias and is_expert_layer(config, layer):
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
@@ -160,6 +170,8 @@ def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
 def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
     """The shapes of the matrices and of the norms of a layer's attention."""
     family = FAMILIES[config["model_type"]]
+    if family.has_shared_key:
+        return {}, {}
     if family.has_latent_attention:
         return _latent_shapes(config)
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -210,6 +222,57 @@ def _indexer_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
         "self_attn.indexer.weights_proj": (count, hidden),
     }
     return matrices, {"self_attn.indexer.k_norm": dim}
+
+
+def _shared_key_shapes(config: Config, layer: int) -> dict[str, Shape]:
+    """The shapes of attention whose heads share one key, and of hyper-connections."""
+    hidden, heads, head, rank, groups = (
+        config[key]
+        for key in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups")
+    )
+    width, count = groups * config["o_lora_rank"], config["hc_mult"]
+    shapes: dict[str, Shape] = {
+        "self_attn.q_a_proj.weight": (rank, hidden),
+        "self_attn.q_a_norm.weight": (rank,),
+        "self_attn.q_b_proj.weight": (heads * head, rank),
+        "self_attn.kv_proj.weight": (head, hidden),
+        "self_attn.kv_norm.weight": (head,),
+        "self_attn.o_a_proj.weight": (width, heads // groups * head),
+        "self_attn.o_b_proj.weight": (hidden, width),
+    }
+    for part in ("attn", "ffn"):
+        parts = _hyper_shapes(config, (count, count, count * count))
+        shapes |= {f"{part}_hc.{kind}": shape for kind, shape in parts.items()}
+    kind, dim = config["entry_kinds"][layer], config["index_head_dim"]
+    if kind == SLIDING:
+        return shapes
+    name, size = "self_attn.compressor", config["compress_rates"][kind]
+    shapes |= _entry_shapes(name, size, head, hidden, kind == SELECTED)
+    if kind == SELECTED:
+        count, name = config["index_n_heads"], f"{name}.indexer"
+        shapes |= _entry_shapes(name, size, dim, hidden, has_overlap=True)
+        shapes[f"{name}.q_b_proj.weight"] = count * dim, rank
+        shapes[f"{name}.scorer.weights_proj.weight"] = count, hidden
+    return shapes
+
+
+def _entry_shapes(
+    name: str, size: int, numbers: int, hidden: int, has_overlap: bool
+) -> dict[str, Shape]:
+    """The shapes of what makes entries of so many numbers."""
+    width = (1 + has_overlap) * numbers
+    return {
+        f"{name}.kv_proj.weight": (width, hidden),
+        f"{name}.gate_proj.weight": (width, hidden),
+        f"{name}.kv_norm.weight": (numbers,),
+        f"{name}.position_bias": (size, width),
+    }
+
+
+def _hyper_shapes(config: Config, sizes: tuple[int, ...]) -> dict[str, Shape]:
+    """The shapes of hyper-connections with parts of these sizes."""
+    rows, width = sum(sizes), config["hc_mult"] * config["hidden_size"]
+    return {"fn": (rows, width), "base": (rows,), "scale": (len(sizes),)}
 
 
 def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
