@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,19 @@ def checkpoint_of(model: Any, **config: Any) -> Checkpoint:
         merged, converted = gpt.to_hf_layout(merged, readers)
         tensors = {name: reader() for name, reader in converted.items()}
     return Checkpoint("tiny", Path("tiny"), merged, tensors)
+
+
+def with_fused_qkv(tensors: Mapping[str, np.ndarray], shards: int) -> dict[str, np.ndarray]:
+    """The tensors with queries, keys and values in one matrix, as MiMo-V2.5 stores them: some rows
+    of each, one after the other, in each of `shards` equal parts."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.endswith("q_proj.weight"):
+            parts = [found.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            split = zip(*(np.split(part, shards) for part in parts), strict=True)
+            rows = [part for shard in split for part in shard]
+            found[name.replace("q_proj", "qkv_proj")] = np.concatenate(rows)
+    return found
 
 
 def own_model(model: Any, dtype: str | None = None, **options: Any) -> Transformer:

@@ -178,9 +178,9 @@ def test_a_run_reports_all_methods(
     count: list[str] = []
     with scripted() as llm:
         methods = ["prompt-lookup", "auto"]
-        runs = list(answers.run(llm, asked, methods, [0.0, 0.8], 12, True, count.append))
-        extra_memory = memory(llm, asked[0], methods, 8)
-        more = list(answers.run(llm, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
+        runs = list(answers.run({"": llm}, asked, methods, [0.0, 0.8], 12, True, count.append))
+        extra_memory = memory({"": llm}, asked[0], methods, 8)
+        more = list(answers.run({"": llm}, asked[:1], ["auto"], [0.0], 12, True, rounds=3))
     assert len(runs) == len(count) == 2 * 2 * (2 + 2 * 2)
     assert len(more) == 4
     assert all(one.modelled > 0 for one in runs)
@@ -219,7 +219,7 @@ def test_a_run_reports_all_methods(
 def test_cold_answers_start_without_drafter_state() -> None:
     asked = [Question("a", "q")] * 2
     with scripted() as llm:
-        runs = list(answers.run(llm, asked, ["auto"], [0.0], 24))
+        runs = list(answers.run({"": llm}, asked, ["auto"], [0.0], 24))
         cold = [one.passes for one in runs if one.method == "auto" and not one.warm]
         warm = [one.passes for one in runs if one.method == "auto" and one.warm]
     assert cold[0] == cold[1]

@@ -158,7 +158,7 @@ def test_the_other_benchmarks_take_methods_of_the_family(key: str) -> None:
     _, open_llm = small_model(card, catalogue.build(key).requirements)
     with open_llm() as llm:
         asked = [spec_bench.Question("a", "one two one two")]
-        timed = list(speculative_answers.run(llm, asked, [key], [0.0], 12, warm=False))
+        timed = list(speculative_answers.run({"": llm}, asked, [key], [0.0], 12, warm=False))
         asked_too = reasoning_tasks.Question(llm.encode("one two"), lambda text: len(text) > 0)
         plain, found = (
             reasoning.measure(llm, name, [asked_too], 12, 0.0) for name in (reasoning.GREEDY, key)

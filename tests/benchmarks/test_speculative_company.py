@@ -75,14 +75,16 @@ def test_ratios_are_paired_by_group() -> None:
 
 
 def _single_answers(llm: LLM, tokens: int = 12) -> list[TimedAnswer]:
-    return list(run(llm, ASKED, ["auto"], [0.0, 0.8], tokens, warm=False))
+    return list(run({"": llm}, ASKED, ["auto"], [0.0, 0.8], tokens, warm=False))
 
 
 def test_groups_have_the_texts_of_plain_decoding_alone() -> None:
     steps: list[str] = []
     with scripted() as llm:
         answers = _single_answers(llm)
-        groups = list(run_groups(llm, ASKED, ["auto"], answers, [1, 2], 12, on_step=steps.append))
+        groups = list(
+            run_groups({"": llm}, ASKED, ["auto"], answers, [1, 2], 12, on_step=steps.append)
+        )
     pairs = [group for group in groups if group.size == 2]
     assert len(pairs) == 2 * 2 * 2  # temperatures, groups, methods
     assert all(group.same_text == 2 and group.seconds > 0 for group in pairs)
@@ -109,7 +111,7 @@ def test_every_group_starts_with_its_prompts_and_nothing_else_in_memory(
         monkeypatch.setattr(llm, "clear", lambda: (calls.append(("clear", None)), clear()))
         monkeypatch.setattr(llm, "generate", recording)
         cold = [one for one in answers if one.temperature == 0]
-        list(run_groups(llm, ASKED, ["auto"], cold, [2], 12, rounds=2))
+        list(run_groups({"": llm}, ASKED, ["auto"], cold, [2], 12, rounds=2))
     first, second = ["auto", MULTI_STEP], [MULTI_STEP, "auto"]
     timed = [*first, *first, *second, *second]
     assert [name for name, _ in calls] == [
@@ -131,7 +133,7 @@ def test_a_different_text_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
             else one
             for one in answers
         ]
-        groups = list(run_groups(llm, ASKED, ["auto"], changed, [4], 12))
+        groups = list(run_groups({"": llm}, ASKED, ["auto"], changed, [4], 12))
     assert [group.same_text for group in groups] == [3, 3]
     report = {
         "machine": {"cpu": "c", "cores": 2}, "model": "scripted", "tokens": 12, "data": "two",

@@ -18,6 +18,7 @@ from anydecode import LLM
 from anydecode.certification.tiny import tiny_network
 from anydecode.certification.tiny_heads import MTP_LAYOUTS, mtp_checkpoint
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
+from anydecode.kernels.formats import dequantize
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.families import load_network
@@ -28,7 +29,7 @@ from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
-from tiny_models import LATENT_SIZES, checkpoint_of, hf_model
+from tiny_models import LATENT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
 EXPERTS: dict[str, Any] = {
@@ -79,13 +80,10 @@ MIMO_V2: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
-LAYOUTS = {
-    **MTP_LAYOUTS,
-    "mimo v2": (
-        "model.mtp.layers.0.", "model.mtp.layers.0.", "enorm", "hnorm", "eh_proj",
-        "final_layernorm",
-    ),
-}  # fmt: skip
+_MIMO_V2_LAYOUT = (
+    "model.mtp.layers.0.", "model.mtp.layers.0.", "enorm", "hnorm", "eh_proj", "final_layernorm",
+)  # fmt: skip
+LAYOUTS = {**MTP_LAYOUTS, "mimo v2": _MIMO_V2_LAYOUT, "mimo v2.5": _MIMO_V2_LAYOUT}
 #: The class, the settings, those of a model of one layer like the module's, and the layout.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "deepseek v3": (
@@ -134,6 +132,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
         "mimo v2",
     ),
+    "mimo v2.5": (
+        "MiMoV2Flash",
+        {**MIMO_V2, "num_key_value_heads": 2},
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        "mimo v2.5",
+    ),
 }
 
 
@@ -168,7 +172,7 @@ class _Reference:
         tensors = dict(whole.tensors)
         for name, value in self.module.state_dict().items():
             if name.startswith("model.layers.0."):
-                if self.layout == "mimo v2":
+                if self.layout in ("mimo v2", "mimo v2.5"):
                     name = name.replace("post_attention_layernorm", "pre_mlp_layernorm")
                 tensors[layer + name.removeprefix("model.layers.0.")] = value.numpy()
         parts = [*(one.weight for one in self.norms), self.projection.weight]
@@ -177,6 +181,8 @@ class _Reference:
         tensors[f"{module}{last}.weight"] = self.module.model.norm.weight.detach().numpy()
         if self.own_head:
             tensors[f"{module}shared_head.head.weight"] = self.head.weight.detach().numpy()
+        if self.layout == "mimo v2.5":
+            return _mimo_v2_5(whole.config, tensors)
         return Checkpoint("tiny", Path("tiny"), whole.config, tensors)
 
     def chain(self, text: list[int], count: int) -> list[int]:
@@ -194,6 +200,30 @@ class _Reference:
                 drafted.append(int(self.head(out).argmax()))
                 states, tokens = [*states, out], [*tokens, drafted[-1]]
         return drafted
+
+
+def _mimo_v2_5(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Checkpoint:
+    """The config of `transformers` and the tensors of MiMo-V2-Flash as those of MiMo-V2.5."""
+    lists = {
+        "hybrid_layer_pattern": [int(one != "full_attention") for one in config["layer_types"]],
+        "moe_layer_freq": [int(one == "sparse") for one in config["mlp_layer_types"]],
+    }
+    published = {
+        key: x for key, x in config.items() if key not in ("layer_types", "mlp_layer_types")
+    }
+    published |= {
+        **lists,
+        "model_type": "mimo_v2",
+        "architectures": ["MiMoV2ForCausalLM"],
+        "attention_projection_layout": "fused_qkv",
+    }
+    fused = with_fused_qkv(tensors, config["num_key_value_heads"])
+    names = {
+        name: name.replace("self_attn.sinks", "self_attn.attention_sink_bias") for name in fused
+    }
+    return Checkpoint(
+        "tiny", Path("tiny"), published, {names[name]: x for name, x in fused.items()}
+    )
 
 
 def _llm(checkpoint: Checkpoint) -> LLM:
@@ -249,6 +279,29 @@ def test_a_module_whose_layer_the_config_does_not_tell_is_refused() -> None:
     with pytest.raises(CheckpointError, match="lists of the model's layers") as refused:
         load_mtp(replace(whole, config=config), load_network(whole))
     assert "\n" not in str(refused.value)
+
+
+def test_the_fused_matrix_of_a_module_is_in_the_shards_of_its_model() -> None:
+    """In MiMo-V2.5 the module has twice as many key heads as its fused matrix has shards. Wrong
+    twins: rows one after the other, and a shard for each of the module's own key heads."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    reference = _Reference("mimo v2.5")
+    fused = reference.checkpoint()
+    network = load_network(fused)
+    attention = reference.module.model.layers[0].self_attn
+    expected = [one.weight.detach().numpy() for one in (attention.q_proj, attention.k_proj)]
+
+    def queries_and_keys(**keys: Any) -> list[np.ndarray]:
+        config = {**fused.config, **keys}
+        layer = load_mtp(replace(fused, config=config), network).weights.layers[0]
+        assert layer.query is not None and layer.key is not None
+        return [dequantize(one.weight) for one in (layer.query, layer.key)]
+
+    assert all(map(np.array_equal, queries_and_keys(), expected))
+    own_heads = {"num_key_value_heads": 4, "swa_num_key_value_heads": 4}
+    for wrong in ({"attention_projection_layout": "split"}, own_heads):
+        assert not any(map(np.array_equal, queries_and_keys(**wrong), expected))
 
 
 def _folder(tmp_path: Path, layout: str = "nextn") -> Path:

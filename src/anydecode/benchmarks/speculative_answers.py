@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from anydecode.api.generation import Generation
 from anydecode.api.llm import LLM
 from anydecode.benchmarks.baselines import Worker
 from anydecode.benchmarks.llama_server import LlamaServer
+from anydecode.benchmarks.speculative_drafts import DEFAULT, find_llm
 from anydecode.decoders.decoder import Decoder
 from anydecode.results_log import ResultsLog
 from anydecode.scoring.cost import CostModel
@@ -101,7 +102,7 @@ def with_multi_step(methods: Sequence[str]) -> list[str]:
 
 
 def run(
-    llm: LLM,
+    llms: Mapping[str, LLM],
     question_list: Sequence[Question],
     methods: Sequence[str],
     temperatures: Sequence[float],
@@ -115,7 +116,7 @@ def run(
     """Time every question with plain decoding, every method and every baseline.
 
     Args:
-        llm: The model.
+        llms: The model with each draft model, by its name; see `find_llm`.
         question_list: The questions.
         methods: Keys of decoding methods; `multi-step` runs in any case.
         temperatures: Sampling temperatures.
@@ -130,9 +131,10 @@ def run(
         The timed answers; for each question, plain decoding first.
     """
     variants = variants_of(methods, warm)
-    warm_decoders = {method: llm.decoder(method) for method, is_warm in variants if is_warm}
-    llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
-    llm.cost_model.seconds(1, 0)  # measures the costs before anything is timed
+    warm_decoders = {method: _decoder(llms, method) for method, is_warm in variants if is_warm}
+    for llm in llms.values():
+        llm.generate([1] * 8, max_tokens=4, ignore_eos=True)
+        llm.cost_model.seconds(1, 0)  # measures the costs before anything is timed
     recorded = {} if results_log is None else recorded_answers(results_log)
     for temperature in temperatures:
         options = {"max_tokens": tokens, "trace": True, "temperature": temperature, "seed": 1}
@@ -142,13 +144,13 @@ def run(
             answers = recorded.get((temperature, number), [])
             if not answers:
                 answers = _run_methods(
-                    llm, question, number, variants, warm_decoders, options, rounds, report_step
+                    llms, question, number, variants, warm_decoders, options, rounds, report_step
                 )
                 _record(results_log, answers)
             yield from answers
             engines_done = {one.method for one in answers}
             for worker in rotated([w for w in baselines if w.engine not in engines_done], number):
-                timed = _run_baseline(llm, question, number, worker, options, answers[0])
+                timed = _run_baseline(llms[DEFAULT], question, number, worker, options, answers[0])
                 report_step(
                     worker.engine if worker.missing is None else f"{worker.engine} is missing"
                 )
@@ -181,6 +183,11 @@ def num_answers_left(
     return max(0, left)
 
 
+def _decoder(llms: Mapping[str, LLM], method: str) -> Decoder:
+    llm, key = find_llm(llms, method)
+    return llm.decoder(key)
+
+
 def _report_step(on_step: Callable[[str], None], label: str, name: str) -> None:
     on_step(f"{label}: {name}")
 
@@ -197,7 +204,7 @@ def rotated(parts: Sequence[T], number: int) -> list[T]:
 
 
 def _run_methods(
-    llm: LLM,
+    llms: Mapping[str, LLM],
     question: Question,
     number: int,
     variants: list[tuple[str, bool]],
@@ -211,8 +218,9 @@ def _run_methods(
     for method, is_warm in rotated(variants, number) * rounds:
         if is_warm and (method, is_warm) in answers:
             continue  # a second run would draft from this very answer
+        llm, key = find_llm(llms, method)
         llm.clear()
-        decoder = warm_decoders[method] if is_warm else llm.decoder(method)
+        decoder = warm_decoders[method] if is_warm else llm.decoder(key)
         message = [{"role": "user", "content": question.text}]
         answer = llm.chat(message, decoder=decoder, **options)
         best = answers.get((method, is_warm), answer)
@@ -231,7 +239,7 @@ def _run_methods(
             stats.passes,
             decode_seconds(answers[method, is_warm]),
             sum(r.get("draft_seconds", 0.0) for r in answers[method, is_warm].trace or ()),
-            modelled_speedup(answers[method, is_warm], llm.cost_model),
+            modelled_speedup(answers[method, is_warm], llms[DEFAULT].cost_model),
             loops(answers[method, is_warm].tokens),
             answers[method, is_warm].tokens == plain,
             digest(answers[method, is_warm].tokens),
@@ -304,13 +312,16 @@ def modelled_speedup(answer: Generation, cost_model: CostModel) -> float:
     return plain / drafted_seconds if drafted_seconds else 1.0
 
 
-def memory(llm: LLM, question: Question, methods: Sequence[str], tokens: int) -> dict[str, int]:
+def memory(
+    llms: Mapping[str, LLM], question: Question, methods: Sequence[str], tokens: int
+) -> dict[str, int]:
     """Peak bytes of Python allocations of each method beyond plain decoding, on one question."""
     peaks = {}
     for method in (PLAIN, *methods):
+        llm, key = find_llm(llms, method)
         llm.clear()
         tracemalloc.start()
-        llm.chat([{"role": "user", "content": question.text}], decoder=method, max_tokens=tokens)
+        llm.chat([{"role": "user", "content": question.text}], decoder=key, max_tokens=tokens)
         peaks[method] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return {method: max(0, peaks[method] - peaks[PLAIN]) for method in methods}

@@ -30,6 +30,7 @@ from anydecode.benchmarks.speculative_company import (
     num_groups_left,
     run_groups,
 )
+from anydecode.benchmarks.speculative_drafts import find_llm, open_llms, parse_drafts
 from anydecode.benchmarks.speculative_summary import summary
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
@@ -59,15 +60,21 @@ def bench_speculative(
         str,
         typer.Option(
             "--methods",
-            help="Methods with parameters, separated by ; or ,. autoregressive and multi-step, the"
-            " two baselines, run in any case.",
+            help="Methods with parameters, separated by ; or ,. METHOD@NAME uses the draft model"
+            " NAME of --draft. autoregressive and multi-step, the two baselines, run in any case.",
         ),
     ] = DEFAULT_METHODS,
     model: Annotated[str, typer.Option("--model", "-m", help="A name, folder or .gguf file.")] = (
         "smollm2-135m-instruct"
     ),
     draft: Annotated[
-        str | None, typer.Option("--draft", help="A draft model, for methods that need one.")
+        list[str] | None,
+        typer.Option(
+            "--draft",
+            metavar="<[name=]draft>",
+            help="A draft model, for methods that use one: NAME=PATH is that of METHOD@NAME, PATH"
+            " that of the others; may be repeated. Default: the drafter that comes with the model.",
+        ),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per answer.")] = 128,
@@ -147,6 +154,8 @@ def bench_speculative(
     prompt once, in a fixed shuffled order; their prompts are in the target's prefix cache before
     any method is timed.
 
+    Draft models are compared in one run: --draft a=FOLDER --draft b=FOLDER --methods auto@a,auto@b.
+
     Example: anydecode bench speculative --methods auto,prompt-lookup --limit 2 --json out.json
     """
     from anydecode.benchmarks.speculative_report import draw, print_report
@@ -154,7 +163,7 @@ def bench_speculative(
     if not data:
         note(DATA_HINT)
     chosen, sizes = split_methods(methods), group_sizes(company)
-    temperature_values = _temperatures(temperatures)
+    temperature_values, drafts = _temperatures(temperatures), parse_drafts(draft or ())
     question_list = questions(data or None, limit, skip, seed)
     names = _baseline_names(baselines)
     server_names = () if llama_program is None else llama_server.names(spec_types)
@@ -162,7 +171,7 @@ def bench_speculative(
         if size > len(question_list):
             note(f"--company {size}: no group, as there are {len(question_list)} prompts only")
     settings = {
-        "model": model, "draft": draft, "methods": with_multi_step(chosen),
+        "model": model, "draft": drafts, "methods": with_multi_step(chosen),
         "baselines": names + server_names, "tokens": tokens, "warm": warm, "rounds": rounds,
         "questions": len(question_list), "skip": skip, "seed": seed,
     }  # fmt: skip
@@ -171,9 +180,11 @@ def bench_speculative(
     groups: list[TimedGroup] = []
     extra_memory: dict[str, int] = {}
     was_interrupted = False
-    with LLM(model, draft=draft, threads=threads or None) as llm, ExitStack() as stack:
+    with ExitStack() as stack:
+        llms = open_llms(LLM, model, drafts, threads or None, stack)
         for method in chosen:
-            llm.decoder(method)
+            llm, key = find_llm(llms, method)
+            llm.decoder(key)
         workers: list[Worker | LlamaServer] = []
         if names or llama_program is not None:
             file, count = find_file(model), threads or usable_cores()
@@ -195,7 +206,7 @@ def bench_speculative(
         try:
             with progress("answers", left) as bar:
                 timed = run(
-                    llm,
+                    llms,
                     question_list,
                     chosen,
                     temperature_values,
@@ -209,7 +220,7 @@ def bench_speculative(
                 runs.extend(timed)
             with progress("groups", groups_left) as bar:
                 timed_groups = run_groups(
-                    llm,
+                    llms,
                     question_list,
                     chosen,
                     runs,
@@ -220,13 +231,14 @@ def bench_speculative(
                     results_log,
                 )
                 groups.extend(timed_groups)
-            extra_memory = memory(llm, question_list[0], chosen, tokens)
+            extra_memory = memory(llms, question_list[0], chosen, tokens)
         except KeyboardInterrupt:
             note("interrupted: the results cover the answers so far")
             was_interrupted = True
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
+        "drafts": {name: path for name, path in drafts.items() if path is not None},
         "tokens": tokens,
         "data": [file.name for file in data] if data else "own prompts",
         "rows": summary(runs),

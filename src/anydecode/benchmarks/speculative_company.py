@@ -8,7 +8,7 @@ prompts, and what a draft model or drafter computes from them counts as its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ from anydecode.benchmarks.speculative_answers import (
     rotated,
     with_multi_step,
 )
+from anydecode.benchmarks.speculative_drafts import DEFAULT, find_llm
 from anydecode.benchmarks.speculative_summary import speedup
 from anydecode.errors import InvalidRequestError
 from anydecode.report import split_names
@@ -84,7 +85,7 @@ def groups_of(size: int, num_prompts: int) -> list[list[int]]:
 
 
 def run_groups(
-    llm: LLM,
+    llms: Mapping[str, LLM],
     question_list: Sequence[Question],
     methods: Sequence[str],
     answers: Sequence[TimedAnswer],
@@ -97,7 +98,7 @@ def run_groups(
     """Time groups of prompts with `multi-step` and every method.
 
     Args:
-        llm: The model.
+        llms: The model with each draft model, by its name; see `find_llm`.
         question_list: The questions.
         methods: Keys of decoding methods; `multi-step` runs in any case.
         answers: Single answers to all questions, with which texts are compared; the groups have
@@ -126,7 +127,7 @@ def run_groups(
                     asked = [question_list[prompt] for prompt in group]
                     expected = [plain[temperature, prompt] for prompt in group]
                     turns = rotated(names, number) * rounds
-                    results = _answer_in_turn(llm, asked, expected, turns, options)
+                    results = _answer_in_turn(llms, asked, expected, turns, options)
                     timed = [
                         TimedGroup(size, number, method, temperature, *results[method])
                         for method in names
@@ -167,20 +168,21 @@ def _timed_groups(entry: Any) -> list[TimedGroup]:
 
 
 def _answer_in_turn(
-    llm: LLM,
+    llms: Mapping[str, LLM],
     asked: Sequence[Question],
     expected: Sequence[str],
     turns: Sequence[str],
     options: dict[str, Any],
 ) -> dict[str, tuple[int, float, int]]:
     """Tokens, seconds and number of expected texts of each method's fastest turn."""
-    prompts = [_prompt(llm, question) for question in asked]
+    prompts = [_prompt(llms[DEFAULT], question) for question in asked]
     fastest: dict[str, tuple[int, float, int]] = {}
     for method in turns:
+        llm, key = find_llm(llms, method)
         llm.clear()
         llm.generate(prompts, decoder=PLAIN, max_tokens=1)  # reads them into the prefix cache
         start = perf_counter()
-        answers = llm.generate(prompts, decoder=method, **options)
+        answers = llm.generate(prompts, decoder=key, **options)
         seconds = perf_counter() - start
         found = [digest(answer.tokens) for answer in answers]
         num_same = sum(a == b for a, b in zip(found, expected, strict=True))

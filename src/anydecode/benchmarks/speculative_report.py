@@ -43,6 +43,8 @@ def print_report(report: dict[str, Any]) -> None:
         _print_company(console, report["company"])
     for line in _differences(report):
         console.print(line, highlight=False)
+    for name, draft in report.get("drafts", {}).items():
+        console.print(f"{f'@{name}' if name else 'draft model'}: {draft}", highlight=False)
     for engine, reason in report.get("missing", {}).items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
     for engine, settings in report.get("baselines", {}).items():

@@ -2,12 +2,12 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and
-GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo and MiMo-V2-Flash, and of speculators.
+GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
-modules, the first drafts all tokens. Those of MiMo-V2-Flash have a window and no experts, whatever
-the model's last layer has.
+modules, the first drafts all tokens. Those of MiMo-V2-Flash and MiMo-V2.5 have a window and no
+experts, whatever the model's last layer has.
 """
 
 from __future__ import annotations

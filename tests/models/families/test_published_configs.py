@@ -13,7 +13,15 @@ from anydecode.errors import CheckpointError
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
 from parity_cases import parity_module
-from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
+from tiny_models import (
+    built,
+    chain,
+    checkpoint_of,
+    hf_logits,
+    hf_model,
+    logits,
+    with_fused_qkv,
+)
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42, 7, 5, 17]
 _SIZES = (
@@ -97,13 +105,7 @@ def test_mimo_v2_5(tmp_path: Path) -> None:
     }
     stored = saved(model, tmp_path, config)
     stored.config["architectures"] = ["MiMoV2ForCausalLM"]
-    tensors = dict(stored.tensors)
-    for layer in range(4):
-        name = f"model.layers.{layer}.self_attn"
-        parts = [np.split(tensors.pop(f"{name}.{part}_proj.weight"), 2) for part in "qkv"]
-        shards = [np.concatenate(shard) for shard in zip(*parts, strict=True)]
-        tensors[f"{name}.qkv_proj.weight"] = np.concatenate(shards)
-    stored.tensors = tensors
+    stored.tensors = with_fused_qkv(stored.tensors, 2)
     check(model, stored)
     whole = replace(stored, config={**stored.config, "attention_projection_layout": "split"})
     found = logits(built(whole), chain(PROMPT))
