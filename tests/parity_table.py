@@ -101,6 +101,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
         yield name, name, True
     yield "baichuan", "baichuan", True
     yield "deepseek_v4", "deepseek4", True
+    yield "minimax", "minimax-01", True
     for is_llama in (True, False):
         yield "openelm", "openelm", is_llama
     yield "granite_swa", "granite_swa", True

@@ -578,10 +578,11 @@ def _read_lightning(
     vectors = RecurrenceWeights(
         np.ones((shape.width, 1), np.float32), decay=-slopes.astype(np.float32)
     )
+    output = reader.first((f"{name}.out_proj", f"{name}.o_proj"))  # the latter in GGUF files
     return RecurrentWeights(
         inputs,
         reader.linear(f"{name}.output_gate", (size, hidden), False),
-        reader.linear(f"{name}.out_proj", (hidden, size), False),
+        reader.linear(output, (hidden, size), False),
         vectors,
         norm=reader.vector(f"{name}.norm.weight", size),
     )

@@ -14,7 +14,7 @@ from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
 _SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KV_HEADS, _DIVISORS = "num_key_value_heads", ("short_factor", "long_factor")
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
 #: that of those chosen, which files of 2024 and early 2025 do not store. V2 has 160, V3 256.
@@ -79,6 +79,21 @@ def afmoe(keys: Keys, config: dict[str, Any]) -> None:
     experts_beside_shared(keys, config)
     windows(keys, config)
     config["mup_enabled"] = True  # as published; the file does not store it
+
+
+def minimax_01(keys: Keys, config: dict[str, Any]) -> None:
+    """MiniMax-Text-01 and MiniMax-M1. One factor is that of all inputs in their sums with outputs,
+    which have none. Layers with a second norm are recurrent."""
+    experts(keys, config)
+    partial_rotary(keys, config)
+    factor = keys.number("residual_scale")
+    parts = ("full_attn", "linear_attn", "mlp")
+    config |= {f"{part}_alpha_factor": factor for part in parts}
+    config |= {f"{part}_beta_factor": 1.0 for part in parts}
+    config["layer_types"] = [
+        _LINEAR if f"blk.{layer}.attn_norm_2.weight" in keys.file.tensors else _FULL
+        for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def minimax_m2(keys: Keys, config: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "glm4moe": ("glm4_moe", "Glm4MoeForCausalLM"),
     "dots1": ("dots1", "Dots1ForCausalLM"),
     "afmoe": ("afmoe", "AfmoeForCausalLM"),
+    "minimax-01": ("minimax", "MiniMaxForCausalLM"),
     "minimax-m2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "bailingmoe": ("bailing_moe", "BailingMoeForCausalLM"),
     "exaone-moe": ("exaone_moe", "ExaoneMoeForCausalLM"),

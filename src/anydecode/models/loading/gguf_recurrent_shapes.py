@@ -29,6 +29,8 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _gated_delta(config)
     elif config["model_type"] == "jamba":
         yield from _jamba(config)
+    elif config["model_type"] == "minimax":
+        yield from _lightning(config)
     elif "linear_head_dim" in config:
         yield from _kimi_delta(config)
     elif "time_step_rank" in config:
@@ -36,6 +38,14 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _mamba("mixer", config, sizes, config["use_conv_bias"])
     else:
         yield from _mamba_2(config)
+
+
+def _lightning(config: Config) -> Iterator[Expected]:
+    hidden, size = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    yield "self_attn.qkv_proj.weight", (3 * size, hidden), True
+    yield "self_attn.output_gate.weight", (size, hidden), True
+    yield "self_attn.o_proj.weight", (hidden, size), True
+    yield "self_attn.norm.weight", (size,), True
 
 
 def time_mix_vectors(config: Config) -> dict[str, tuple[int, ...]]:

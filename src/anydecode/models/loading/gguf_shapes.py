@@ -151,7 +151,7 @@ def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     names = [] if family.mlp == "none" or is_shared else ["post_attention_layernorm"]
     if family.norms not in ("post", "sum") and (family.has_first_norm or layer > 0):
         names.append("input_layernorm")
-    if family.norms != "pre":
+    if family.norms not in ("pre", "stream"):
         names.append("post_feedforward_layernorm")
     if family.norms == "both":
         names.append("pre_feedforward_layernorm")
@@ -192,7 +192,7 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
         matrices[gate] = (rows, hidden)
     elif family.attention_gate:
         q *= 2
-    if overrides.get("attn_qkv") == fused:
+    if overrides.get("attn_qkv") == fused and family.recurrent is None:
         matrices[fused] = (q + kv + size, hidden)
     else:
         for part, rows in (("q", q), ("k", kv), ("v", size)):
