@@ -134,6 +134,31 @@ def test_a_run_of_another_recipe_is_not_resumed(model: Path, data: Path, tmp_pat
             DrafterRun(model, tmp_path, replace(options, **other), data=data).run()
 
 
+def test_a_model_that_a_recipe_does_not_take_is_refused_before_texts_are_written(
+    model: Path, tmp_path: Path
+) -> None:
+    for recipe in ("eagle-3", "longspec", "medusa"):
+        made = DrafterRun(model, tmp_path / recipe, replace(OPTIONS, recipe=recipe))
+        made.network.spec = replace(made.network.spec, norm="layer", logit_scale=2.0)
+        with pytest.raises(UnsupportedCombinationError):
+            made.run()
+        assert not (tmp_path / recipe / "data" / "texts.jsonl").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_drafter_drafts_with_the_method_that_the_command_names(
+    recipe: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, recipe=recipe, steps=1, depth=depth_of(recipe))
+    made = DrafterRun(model, tmp_path, options, data=data)
+    made.prepare()
+    made.save()
+    key = json.loads((tmp_path / "log.json").read_text())["decoder"]
+    with LLM(model, draft=made.drafter) as llm:
+        answer = llm.generate([5, 6, 7], decoder=key, max_tokens=12, ignore_eos=True, trace=True)
+    assert any(event["drafted"] for event in answer.trace or ())
+
+
 def test_states_that_a_recipe_needs_are_added_to_data_that_lack_them(tmp_path: Path) -> None:
     data = DrafterData(tmp_path, {}, (2, 3), 64)
     (tmp_path / "states.f16").write_bytes(b"old")

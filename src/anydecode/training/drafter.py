@@ -143,8 +143,14 @@ class DrafterRun(TrainingRun[list[float]]):
 
     def run(self, report: Report = lambda *_: None) -> None:
         """Write texts, collect states, train, and evaluate the drafter; what a run before has done
-        is not repeated."""
+        is not repeated.
+
+        Raises:
+            UnsupportedCombinationError: No drafter of this kind can be trained for the model.
+            InvalidRequestError: The folder holds another run.
+        """
         self._check_state()
+        self.recipe(self.network, [0], self.depth, 0)  # refuses a model before texts are written
         self.collect(report)
         self.train(report)
         self.evaluate(report)
@@ -312,6 +318,7 @@ class DrafterRun(TrainingRun[list[float]]):
         }
         return {
             "options": asdict(self.options),
+            "decoder": self.recipe.key,
             "data": data,
             "steps": self.step,
             "seconds": round(self.seconds, 1),

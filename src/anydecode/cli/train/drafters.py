@@ -570,10 +570,13 @@ def train_drafter(
     """Train a drafter for a model, on answers to prompts that the model writes itself.
 
     Writing the texts and collecting the model's states come before the training. A run with the
-    same --out is resumed; with more minutes, it is continued. The drafter is in the folder
-    "drafter" of --out: use it with --draft and the decoder of its kind (eagle, medusa, hydra,
-    blockwise, clover, chimera, falcon, dflash, parallelspec, longspec, eesd for early-exit,
-    kangaroo).
+    same --out is resumed, also after Ctrl-C; with more minutes, it is continued. The drafter is in
+    the folder "drafter" of --out: use it with --draft and the decoder of its kind, which is
+    printed.
+
+    Medusa, hydra and blockwise take models of all kinds with one head, the others dense ones whose
+    last layer is that of Llama; eagle-3, dflash, dspark and p-eagle read three layers of at least
+    6.
 
     Example: anydecode train drafter --minutes 60 --threads 2 --out my-drafter --plot curve.svg
     """
@@ -600,7 +603,7 @@ def train_drafter(
     run = DrafterRun(model, out, settings, dtype, data)
     with progress("drafter", 1.0, unit="percent") as bar:
         run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
-    lines = []
+    lines = [f"drafts with --draft {run.drafter} --decoder {run.recipe.key}"]
     for name, result in run.results.items():
         depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
         lines.append(

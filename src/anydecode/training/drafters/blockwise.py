@@ -32,6 +32,7 @@ class Blockwise(Learner):
     """`depth` heads, which share the rows of the target's head."""
 
     recipe = "blockwise"
+    key = "blockwise"
     default_depth = 4
     default_rate = 1e-3
     decoder = "blockwise:size={0}"

@@ -38,6 +38,7 @@ class Chimera(Learner):
     target's states; no gradient comes from those that stand for them."""
 
     recipe = "chimera"
+    key = "chimera"
     default_depth = 4
     default_rate = 1e-3
     decoder = "chimera:size={0},depth={0},width=1"

@@ -63,6 +63,7 @@ class _Regressive(Learner):
     and the norms behind them and before the head. They embed tokens as the target does (the code of
     Clover-2: by the rows of its head)."""
 
+    key = "clover"
     default_rate = 1e-3
     num_layers: ClassVar[int]
 

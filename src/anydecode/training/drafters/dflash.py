@@ -40,6 +40,7 @@ class DFlash(Learner):
     """
 
     recipe = "dflash"
+    key = "dflash"
     default_depth = 5
     default_rate = 5e-4
     decoder = "dflash:size={0},threshold=0"

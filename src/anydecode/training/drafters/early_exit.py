@@ -27,6 +27,7 @@ class EarlyExit(Learner):
     trained."""
 
     recipe = "early-exit"
+    key = "eesd"
     default_depth = 1
     default_rate = 5e-4
     decoder = "speculative-sampling:size={0}"
@@ -79,6 +80,7 @@ class KangarooAdapter(EarlyExit):
     """The attention of a layer and two norms."""
 
     recipe = "kangaroo"
+    key = "kangaroo"
     has_mlp = False
 
     @staticmethod

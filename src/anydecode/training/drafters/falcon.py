@@ -37,6 +37,7 @@ class Falcon(Learner):
     """
 
     recipe = "falcon"
+    key = "falcon"
     default_depth = 4
     default_rate = 5e-4
     decoder = "falcon:size={0},blocks={0},tree=false,threshold=0"

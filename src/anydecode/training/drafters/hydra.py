@@ -45,6 +45,7 @@ class Hydra(Learner):
     """`depth` heads of two blocks."""
 
     recipe = "hydra"
+    key = "hydra"
     default_depth = 4
     default_rate = 1e-3
 

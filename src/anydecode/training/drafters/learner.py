@@ -68,15 +68,17 @@ class Learner(nn.Module, ABC):
 
     Attributes:
         recipe: The name of the recipe.
+        key: The method that drafts with such drafters.
         default_depth: The default of `depth`.
         default_rate: The default of the peak learning rate.
-        decoder: Drafts a chain of as many tokens as the place in it says.
+        decoder: Drafts a chain of as many tokens as the place in it says, for the evaluation.
         step_decay: Factor of the loss of each further draft step.
         state_weight: Factor of the distance to the target's states in the loss.
         progress: The share of the training that is done.
     """
 
     recipe: ClassVar[str]
+    key: ClassVar[str] = "eagle"
     default_depth: ClassVar[int]
     default_rate: ClassVar[float]
     decoder: ClassVar[str] = "eagle:size={0},depth={0},width=1"

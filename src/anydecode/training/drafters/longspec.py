@@ -73,6 +73,7 @@ class LongSpec(Learner):
     the rows are at random places of a draft."""
 
     recipe = "longspec"
+    key = "longspec"
     default_depth = 1
     default_rate = 5e-4
     decoder = "longspec:width=1,depth={0}"

@@ -22,6 +22,7 @@ class Medusa(Learner):
     """`depth` heads of one block x + silu(W x + b), with W and b starting at 0."""
 
     recipe = "medusa"
+    key = "medusa"
     default_depth = 4
     default_rate = 1e-3
 

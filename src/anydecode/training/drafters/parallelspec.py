@@ -25,6 +25,7 @@ class ParallelSpec(Eagle):
     Blocks of mask tokens behind many rows of a text are trained together (group-wise training)."""
 
     recipe = "parallelspec"
+    key = "parallelspec"
     default_depth = 4
     decoder = "dflash:size={0},threshold=0"
 

@@ -22,6 +22,7 @@ class PEagle(Eagle3):
     """EAGLE-3's layer. Each mask token reads the same learned state in place of the target's."""
 
     recipe = "p-eagle"
+    key = "dflash"
     default_depth = 4
     decoder = "dflash:size={0},threshold=0"
 
