@@ -112,16 +112,23 @@ class _Copies:
         self.left = self.left[kept + 1 :]
 
 
-def shared_drafts_by_rule(bursts: Sequence[Burst], apart: bool = False) -> list[list[list[int]]]:
+def shared_drafts_by_rule(
+    bursts: Sequence[Burst], apart: bool = False, unweighted: bool = False
+) -> list[list[list[int]]]:
     """The drafts of each sequence in each pass of a call: of all chains the tokens which together
-    promise the most per second, by `useful_counts`; with `apart`, those of each sequence as if its
-    drafts were the only ones."""
+    promise the most per second, by `useful_counts`, each with the weight of its sequence; with
+    `apart`, those of each sequence as if its drafts were the only ones; with `unweighted`, those
+    of sequences that count alike."""
     first = bursts[0].drafts
     costs, copies, found = first.costs.tolist(), [_Copies(burst) for burst in bursts], []
     for number in range(len(first.rows)):
         chains, paths = zip(
             *(one.paths(len(costs) - 1, first.min_probability) for one in copies), strict=True
         )
+        weights = [1.0 if unweighted else burst.drafts.weight for burst in bursts]
+        paths = [
+            [weight * path for path in one] for weight, one in zip(weights, paths, strict=True)
+        ]
 
         def cost(rows: int) -> float:
             return costs[rows] if rows < len(costs) else float("inf")

@@ -185,13 +185,14 @@ def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     drafts = [one.drafts.drafts for bursts in calls for one in bursts]
     assert len(calls) > 1 and max(map(len, calls)) == len(TOGETHER)
     assert sum(len(draft) for one in drafts for draft in one) > 20
-    found, apart = [], []
+    found, apart, unweighted = [], [], []
     for bursts in calls:
         passes = list(zip(*(one.drafts.drafts for one in bursts), strict=True))
         assert passes == [tuple(one) for one in shared_drafts_by_rule(bursts)]
         found += passes
         apart += [tuple(one) for one in shared_drafts_by_rule(bursts, apart=True)]
-    assert found != apart
+        unweighted += [tuple(one) for one in shared_drafts_by_rule(bursts, unweighted=True)]
+    assert found != apart and found != unweighted
     num_rows = [sum(map(sum, zip(*(one.drafts.rows for one in b), strict=True))) for b in calls]
     assert max(num_rows) > len(TOGETHER)
     for answer in answers:

@@ -40,7 +40,7 @@ class Resources:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        self.engine.runners[TARGET].pass_cost = self.cost_model.seconds
+        self.engine.runners[TARGET].cost_model = self.cost_model
 
     @property
     def model(self) -> Model:

@@ -20,7 +20,13 @@ import numpy as np
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.interface import Model
-from anydecode.scoring.cost import CostCorrection, CostTable, ThreadCosts, default_table
+from anydecode.scoring.cost import (
+    CostCorrection,
+    CostModel,
+    CostTable,
+    ThreadCosts,
+    default_table,
+)
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
@@ -148,9 +154,9 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
 HOST_RATE = 0.05
 
 
-class EngineCostModel:
-    """The cost model of an engine (`scoring.cost.CostModel`): the measured table of its target,
-    corrected by the passes that it runs."""
+class EngineCostModel(CostModel):
+    """The cost model of an engine: the measured table of its target, corrected by the passes that
+    it runs."""
 
     def __init__(self, engine: Engine, model: Model) -> None:
         self._engine = engine
@@ -172,6 +178,12 @@ class EngineCostModel:
 
     def host_seconds(self, num_sequences: int) -> float:
         return self._host_seconds * num_sequences
+
+    def num_waiting(self) -> int:
+        return len(self._engine.waiting)
+
+    def end_rate(self) -> float:
+        return self._engine.num_stopped / max(1, self._engine.num_tokens)
 
     def record(self, rows: int, context: int, seconds: float) -> None:
         """Record the duration of a pass over `rows` rows that attend to `context` positions."""

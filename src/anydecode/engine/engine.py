@@ -135,6 +135,7 @@ class Engine:
         running: Jobs whose decoders run.
         num_preemptions: Number of preemptions so far.
         num_tokens: Number of tokens generated so far, over all jobs.
+        num_stopped: Number of jobs that have ended before their limit.
         on_pass: Called with plan and duration (seconds) of each step that ran exactly one pass, on
             the target.
         arrivals: Returns the sequences that will be submitted before the next step; called during
@@ -156,6 +157,7 @@ class Engine:
         self.running: list[Job] = []
         self.num_preemptions = 0
         self.num_tokens = 0
+        self.num_stopped = 0
         self.on_pass: Callable[[Plan, float], None] | None = None
         self.arrivals: Callable[[], Collection[Sequence]] = tuple
         self.between: Callable[[], object] = lambda: None
@@ -708,6 +710,7 @@ class Engine:
                 self.running.remove(job)
             if job.sequence.finish_reason is None:
                 job.sequence.finish_reason = "error" if error else "stop"
+            self.num_stopped += job.sequence.finish_reason == "stop"
             if job.on_finish is not None:
                 job.on_finish(job)
 

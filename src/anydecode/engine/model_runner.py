@@ -7,16 +7,16 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from anydecode.engine.layer_ranges import has_layer_ranges, predicted_range_size, run_in_ranges
-from anydecode.engine.optional_rows import PassCost, without_useless_rows
+from anydecode.engine.optional_rows import without_useless_rows
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule, ScheduledSpan, ThreadCost
+from anydecode.engine.schedules.pacing import mean_length
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
@@ -33,6 +33,8 @@ from anydecode.memory.layer_load import LayerLoad
 from anydecode.memory.pool import KVPool, PoolFull
 from anydecode.memory.prefix import PrefixCache
 from anydecode.models.per_layer import late_start_error
+from anydecode.scoring.cost import CostModel
+from anydecode.scoring.goodput import token_weights
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.span import MultiStepSpan, Span
 
@@ -40,9 +42,8 @@ from anydecode.scoring.span import MultiStepSpan, Span
 #: tokens are streamed together. A request that is submitted or cancelled meanwhile ends it earlier
 #: (`Engine.interrupt`).
 MAX_MULTI_STEP_SECONDS = 0.05
-#: The positions for which the costs of passes with drafts are computed, and the numbers of costs
-#: that are kept and of their uses.
-COST_CONTEXT, MAX_COSTS, COSTS_USES = 256, 256, 16
+#: Weight of a pass in the average of the durations of steps.
+STEP_RATE = 0.25
 
 
 @dataclass(eq=False)
@@ -84,7 +85,8 @@ class ModelRunner:
         seconds: Total duration of all passes.
         interrupt: Whether multi-step passes are to end after the present step, int32 `[1]`; other
             threads may set it.
-        pass_cost: The cost of a pass, by which optional rows are chosen; None: all of them run.
+        cost_model: The costs by which optional rows and the drafts of multi-step passes are
+            chosen; None: all optional rows run.
         thread_cost: The cost of a pass by its number of threads, or None.
     """
 
@@ -106,12 +108,11 @@ class ModelRunner:
         self.num_rows = 0
         self.seconds = 0.0
         self.interrupt = np.zeros(1, np.int32)
-        self.pass_cost: PassCost | None = None
+        self.cost_model: CostModel | None = None
         self.thread_cost: ThreadCost | None = None
-        # Duration of the last pass over one row of so many sequences, or step of a burst of them.
+        # Duration of a pass over one row of so many sequences, or step of a burst of them: the
+        # average over recent ones.
         self._step_seconds: dict[int, float] = {}
-        # Costs by numbers of sequences, positions and drafts, with the number of their uses.
-        self._costs: dict[tuple[int, int, int], tuple[int, np.ndarray]] = {}
         self._partial_outputs: dict[Span, PartialOutput] = {}
 
     def divide(self) -> None:
@@ -168,8 +169,8 @@ class ModelRunner:
         while True:
             waiting = [request for request in self.waiting if id(request) not in deferred]
             scheduled = list(self.schedule.schedule(waiting)) if waiting else []
-            if self.pass_cost is not None:
-                scheduled = without_useless_rows(scheduled, self.pass_cost)
+            if self.cost_model is not None:
+                scheduled = without_useless_rows(scheduled, self.cost_model)
             builder = self._build(scheduled, make_room, planned, deferred)
             if planned or not scheduled:
                 break  # else none has room; those that the schedule has left out may have
@@ -231,6 +232,8 @@ class ModelRunner:
         else:
             spec.interrupt = self.interrupt
             max_passes = self._max_steps(len(spans))
+            if len(spans) > 1 and self.cost_model is not None:
+                self._weigh_tokens(plan, spans, self.cost_model)
             has_drafts = any(span.drafts is not None for span in spans)
             if has_drafts and (len(spans) == 1 or not spec.hidden):
                 self._allow_drafts(plan, spans, max_passes)
@@ -255,31 +258,34 @@ class ModelRunner:
             spec.hidden.clear()
             return
         first.max_passes = max_passes
-        if self.pass_cost is not None:
-            context = sum(span.kv_cache.length for span in spans) // len(spans)
+        if self.cost_model is not None:
             max_drafts = min(MAX_SHARED_DRAFTS, len(given.costs) - 1)
-            first.costs = self._shared_costs(self.pass_cost, len(spans), context, max_drafts)
+            context = mean_length([request for request, _, _ in plan.scheduled])
+            costs = self.cost_model.pass_seconds(len(spans), max_drafts, context)
+            first.costs = np.array(costs)
+        for one, (request, _, _) in zip(spec.drafts, plan.scheduled, strict=True):
+            one.weight = request.sequence.token_weight
 
-    def _shared_costs(
-        self, cost: PassCost, num_sequences: int, context: int, max_drafts: int
-    ) -> np.ndarray:
-        """Seconds of a pass over one row of each sequence and 0 to `max_drafts` drafts; computed
-        anew now and then."""
-        key = num_sequences, context // COST_CONTEXT, max_drafts
-        uses, costs = self._costs.get(key, (0, np.empty(0)))
-        if not uses:
-            rows = range(num_sequences, num_sequences + max_drafts + 1)
-            # Corrections of two sizes may make more rows look cheaper, which they never are.
-            positions = key[1] * COST_CONTEXT + COST_CONTEXT // 2
-            costs = np.maximum.accumulate([cost(n, positions) for n in rows])
-            if len(self._costs) > MAX_COSTS:
-                self._costs.clear()
-        self._costs[key] = (uses + 1) % COSTS_USES, costs
-        return costs
+    def _weigh_tokens(self, plan: Plan, spans: list[MultiStepSpan], costs: CostModel) -> None:
+        """Set what a token of each of several sequences is worth: as much as one of another where
+        sequences wait for one to end."""
+        sequences = [request.sequence for request, _, _ in plan.scheduled]
+        weights = [1.0] * len(spans)
+        if not costs.num_waiting():
+            context = mean_length([request for request, _, _ in plan.scheduled])
+            alone, together = (costs.pass_seconds(n, 0, context)[0] for n in (1, len(spans)))
+            remaining = [max(1, sequence.remaining) for sequence in sequences]
+            weights = token_weights(remaining, alone, max(alone, together), costs.end_rate())
+        for sequence, weight in zip(sequences, weights, strict=True):
+            sequence.token_weight = weight
 
     def _max_steps(self, num_sequences: int) -> int:
-        """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`."""
-        return max(1, int(MAX_MULTI_STEP_SECONDS / self._step_seconds.get(num_sequences, inf)))
+        """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`.
+        Steps of a number of sequences that has not run take as long as those of the next larger
+        one."""
+        known = self._step_seconds
+        larger = [n for n in known if n >= num_sequences]
+        return max(1, int(MAX_MULTI_STEP_SECONDS / known[min(larger)])) if larger else 1
 
     def _share_steps(self, scheduled: list[ScheduledSpan]) -> None:
         """Set how many further tokens each of several sequences may have in a pass: one in each of
@@ -379,7 +385,9 @@ class ModelRunner:
             else:
                 plan.further_rows = [plan.num_passes - 1] * len(plan.scheduled)
         if plan.num_rows == len(plan.scheduled) or plan.multi_step:
-            self._step_seconds[len(plan.scheduled)] = plan.seconds / plan.num_passes
+            seconds, num = plan.seconds / plan.num_passes, len(plan.scheduled)
+            known = self._step_seconds.setdefault(num, seconds)
+            self._step_seconds[num] = known + STEP_RATE * (seconds - known)
         self.main.num_passes += plan.num_passes
         self.main.num_rows += plan.num_rows
         self.main.seconds += plan.seconds

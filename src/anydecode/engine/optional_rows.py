@@ -3,22 +3,18 @@ time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from anydecode.engine.schedule import ScheduledSpan
+from anydecode.scoring.cost import CostModel
 from anydecode.scoring.goodput import useful_counts
 from anydecode.scoring.score import ScoreRequest
 
-#: Seconds of a pass, by its number of rows and the positions that each attends to.
-PassCost = Callable[[int, int], float]
 
-
-def without_useless_rows(scheduled: list[ScheduledSpan], cost: PassCost) -> list[ScheduledSpan]:
+def without_useless_rows(scheduled: list[ScheduledSpan], costs: CostModel) -> list[ScheduledSpan]:
     """Take from a pass the optional rows that save no time.
 
     Args:
         scheduled: The pass. Requests that it runs whole lose optional rows.
-        cost: The cost of a pass.
+        costs: The costs of passes.
 
     Returns:
         The pass without these rows.
@@ -39,7 +35,7 @@ def without_useless_rows(scheduled: list[ScheduledSpan], cost: PassCost) -> list
     kept = useful_counts(
         [request.optional for request in choices],
         num_tokens,
-        lambda rows: cost(fixed + rows, context),
+        lambda rows: costs.seconds(fixed + rows, context),
     )
     for request, count in zip(choices, kept, strict=True):
         request.keep_optional(count)

@@ -56,6 +56,7 @@ class BoundDrafts:
         for native, one, limit in zip(self._sequences, drafts, step_limits, strict=True):
             native.counts, native.sources = results, results + 4 * max_passes
             native.drafts, native.probabilities = results + 8 * max_passes, probabilities
+            native.weight = one.weight
             results += self._results.strides[0]
             probabilities += self._probabilities.strides[0]
             if not one.texts:

@@ -694,6 +694,8 @@ class BurstDrafts:
         min_probability: The least probability with which all tokens of a draft are right.
         drafter: A drafter, or None; of a single sequence.
         max_passes: Maximum number of passes; the engine may lower it.
+        weight: What a token of the sequence counts for in the expected tokens beside other
+            sequences; the engine sets it (`scoring.goodput.token_weights`).
         rows: Result: the sequence's rows in each pass; empty where the backend has not drafted.
         seconds: Result: the duration of each pass.
         drafts: Result: the draft of each pass.
@@ -710,6 +712,7 @@ class BurstDrafts:
     min_probability: float
     drafter: BurstDrafter | None = None
     max_passes: int = 1
+    weight: float = 1.0
     rows: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)

@@ -172,6 +172,7 @@ class SequenceDrafts(ctypes.Structure):
         ("texts", pointer),
         *((name, c_int32) for name in ("num_texts", "reserved")),
         *((name, pointer) for name in ("counts", "sources", "drafts", "probabilities")),
+        ("weight", c_double),
     ]
 
 

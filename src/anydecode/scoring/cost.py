@@ -3,19 +3,26 @@ models that were not measured."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from math import exp, log, log2
-from typing import Any, Protocol
+from typing import Any
 
 #: Default cost of one more row, as a fraction of a pass over one row.
 DEFAULT_ROW_COST = 0.1
+#: The positions for which the costs of several passes are computed together, the number of such
+#: costs that are kept, and that of their uses.
+COST_CONTEXT, MAX_COSTS, COSTS_USES = 64, 256, 16
 
 
-class CostModel(Protocol):
+class CostModel(ABC):
     """The cost of a forward pass and the current load of the engine, as decoders see them."""
 
+    @abstractmethod
     def seconds(self, rows: int, context: int) -> float:
         """Returns the duration of one pass in seconds.
 
@@ -23,16 +30,54 @@ class CostModel(Protocol):
             rows: Number of rows (tokens) in the pass.
             context: Number of cached positions that each row attends to.
         """
-        ...
 
+    @abstractmethod
     def num_others(self) -> int:
         """Returns the number of other running sequences. Each adds about one row to every pass."""
-        ...
 
+    @abstractmethod
     def host_seconds(self, num_sequences: int) -> float:
         """Returns what `seconds` counts beside the pass itself: the work of the engine before and
         after it, which passes of one multi-step call share."""
-        ...
+
+    def num_waiting(self) -> int:
+        """Returns the number of sequences that wait until one of the running ones ends."""
+        return 0
+
+    def end_rate(self) -> float:
+        """Returns the rate at which texts end before their limits, per generated token; 0 before
+        one has ended."""
+        return 0.0
+
+    def pass_seconds(
+        self, rows: int, num_drafts: int, context: int, width: int = 1
+    ) -> tuple[float, ...]:
+        """Returns the durations of passes with 0 to `num_drafts` drafts, in seconds. They never
+        fall. All callers share what was computed for about as many positions; it is computed anew
+        now and then, so that it follows corrections of the costs.
+
+        Args:
+            rows: Number of rows without drafts.
+            num_drafts: Maximum number of drafts.
+            context: Number of cached positions that each row attends to.
+            width: Number of rows of each draft.
+        """
+        key = rows, num_drafts, context // COST_CONTEXT, width
+        uses, costs = self._pass_seconds.get(key, (0, ()))
+        if not uses:
+            positions = key[2] * COST_CONTEXT + COST_CONTEXT // 2
+            counts = range(rows, rows + width * num_drafts + 1, width)
+            # Corrections of two sizes may make more rows look cheaper, which they never are.
+            costs = tuple(accumulate((self.seconds(n, positions) for n in counts), max))
+            if len(self._pass_seconds) > MAX_COSTS:
+                self._pass_seconds.clear()
+        self._pass_seconds[key] = (uses + 1) % COSTS_USES, costs
+        return costs
+
+    @cached_property
+    def _pass_seconds(self) -> dict[tuple[int, int, int, int], tuple[int, tuple[float, ...]]]:
+        """The durations by the arguments of `pass_seconds`, with the number of their uses."""
+        return {}
 
 
 #: The smallest duration of a pass, in seconds.
@@ -197,7 +242,7 @@ def default_table(unit: float = 1.0) -> CostTable:
     return CostTable({0: {1: unit, 2: unit * (1 + DEFAULT_ROW_COST)}})
 
 
-class DefaultCosts:
+class DefaultCosts(CostModel):
     """The cost model of sequences outside an engine: the default table, and no other sequences."""
 
     def __init__(self) -> None:

@@ -80,6 +80,8 @@ class SequenceData:
         num_passes: Number of target passes so far.
         num_rows: Number of rows that the target has computed.
         num_cached_tokens: Prompt tokens taken from the target's prefix cache.
+        token_weight: What a token of it saves in the last multi-step pass with others, relative to
+            their mean (`scoring.goodput.token_weights`).
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
@@ -111,6 +113,7 @@ class SequenceData:
     num_passes: int = 0
     num_rows: int = 0
     num_cached_tokens: int = 0
+    token_weight: float = 1.0
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS

@@ -600,12 +600,9 @@ def test_a_cost_correction_has_no_step_between_two_numbers_of_rows() -> None:
 
 
 def test_more_rows_never_cost_less() -> None:
-    class Cheaper:
-        def seconds(self, rows: int, context: int) -> float:
-            return 0.01 if rows < 8 else 0.006 + 0.001 * (rows - 8)
-
-    costs = Auto(max_drafts=16).pass_costs(Cheaper(), 5, 1, 0)  # type: ignore[arg-type]
-    assert costs[:7] == [0.01] * 7 and costs == sorted(costs) and costs[-1] > 0.015
+    cheaper = FixedCosts(lambda rows, _: 0.01 if rows < 8 else 0.006 + 0.001 * (rows - 8))
+    costs = cheaper.pass_seconds(6, 16, 0)
+    assert costs[:7] == (0.01,) * 7 and costs == tuple(sorted(costs)) and costs[-1] > 0.015
 
 
 def test_uniformly_slow_machine_scales_all_costs() -> None:

@@ -22,8 +22,6 @@ drafted first, since they are always accepted."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate
-from math import inf
 from time import perf_counter
 
 import numpy as np
@@ -47,7 +45,6 @@ from anydecode.decoders.speculative.draft_choice import (
 )
 from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import (
-    LENGTH_RATE,
     MAX_BURST_TOKENS,
     PRIORS,
     SUCCESSOR_PRIORS,
@@ -69,7 +66,6 @@ from anydecode.kernels.interface import (
     BurstDrafts,
     CopyText,
 )
-from anydecode.scoring.cost import CostModel
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -90,18 +86,14 @@ FIRST_BURST_PASSES = 4
 DRAFT_FREQUENCY = {True: 0.25, False: 0.1}
 FREQUENCY_WINDOW = 16
 MAX_MULTI_STEP = {True: 4, False: 8}
-#: Costs are updated after so many tokens, and for contexts of so many positions.
-COST_TOKENS, COST_CONTEXT = 16, 64
+#: Costs are updated after so many tokens.
+COST_TOKENS = 16
 #: Weight of a round in the average of what rounds take beside their passes, and of a call or of
 #: recorded top tokens in the averages of their durations.
 ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Weight of a multi-step burst in company in the average of their numbers of steps, and of a search
 #: for a draft in that of those that find one.
 SHARED_RATE = 0.1
-#: Numbers of cost lists that are kept, and of their uses.
-COSTS_KEPT, COSTS_USES = 256, 16
-#: The same uses of costs in company, and the positions for which they are computed.
-SHARED_USES, SHARED_CONTEXT = 64, 256
 #: What drafts are first taken to save in a burst in company, in seconds, the weights of a burst in
 #: the averages over one sequence and over all, and the maximum number of bursts between two with
 #: drafts.
@@ -109,8 +101,8 @@ DEFAULT_GAIN, GAIN_RATE, SHARED_GAIN_RATE, MAX_SKIPPED = 0.0002, 0.1, 0.02, 16
 #: What they must save, over the time that preparing them takes. The backend takes about as long
 #: besides, and the tokens that one sequence saves end a pass only where the others save some too.
 MIN_SHARED_GAIN = 4.0
-#: After so many bursts in company in which the engine has not let the backend draft, only one in
-#: `TRIAL_INTERVAL` times asks for one.
+#: After so many rounds in company in which the backend has not drafted, only one in
+#: `TRIAL_INTERVAL` asks for it.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
 _EMPTY_TREE = TokenTree()
 
@@ -159,14 +151,18 @@ class _Session:
             and sequence.samples_in_passes
             and (self.model is None or self.model.drafts_in_bursts)
         )
-        self._passes = [0.0]  # seconds of passes with 0, 1, ... drafts
-        self._costs = self._passes  # the same, with what plain decoding and rounds take beside them
+        # Seconds of passes with 0, 1, ... drafts, and the same with what plain decoding and rounds
+        # take beside them.
+        self._passes: tuple[float, ...] = (0.0,)
+        self._costs: tuple[float, ...] = (0.0,)
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
         self._shared_gain = decoder.shared_gain  # seconds that drafts save in a burst in company
         self._num_to_skip, self._num_skipped = 0, 1  # bursts in company without drafts
         self._has_skipped = False  # such a burst since the text was read
+        self._shared_costs: tuple[float, ...] = ()  # of passes in company
+        self._min_shared = 0.0  # the least probability of a draft that saves time in them
 
     def _catch_up(self) -> None:
         """Read the tokens generated since the last call, and at first the prompt, which takes time
@@ -268,7 +264,9 @@ class _Session:
         reading = model.reading_seconds(self._passes[0])
         if not reading:
             return True
-        remaining = min(float(self.sequence.remaining), self._decoder.mean_length)
+        remaining = float(self.sequence.remaining)
+        if end_rate := self.cost_model.end_rate():
+            remaining = min(remaining, 1 / end_rate)
         if reading * rate * own_rate < remaining * (own_rate - rate):
             return True
         return model.is_due and reading * rate < TRIAL_SHARE * model.learned.num_undrafted
@@ -289,7 +287,7 @@ class _Session:
             bool(len(tree)) - self._draft_frequency
         )
         if self.cost_model.num_others():
-            self._decoder.record_search(len(tree) > 0)
+            self._decoder.record_search(len(tree) > 0, self._drafts_in_bursts)
         self._num_undrafted = 1
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
@@ -315,7 +313,7 @@ class _Session:
             and bool(sequence.tokens)
             and sequence.length - sequence.kv_cache().length == 1
             and self._can_multi_step()
-            and (not self.cost_model.num_others() or self._decoder.shares_bursts())
+            and (not self.cost_model.num_others() or self._decoder.shares_bursts)
         )
 
     def bursts(self) -> Decoding:
@@ -333,9 +331,10 @@ class _Session:
         while not sequence.finished and (num_others := cost_model.num_others()):
             room, drafts, seconds = min(MAX_BURST_TOKENS, sequence.remaining), None, 0.0
             start_time = perf_counter()
-            least, costs = decoder.shared_costs(cost_model, num_others, sequence.length)
-            if not self._num_to_skip and any(least < max(one.bounds) for one in rates):
+            min_useful = self._min_shared_probability(num_others)
+            if not self._num_to_skip and any(min_useful < max(one.bounds) for one in rates):
                 # A backend's drafts take no time but their rows', and need no minimum gain.
+                costs = np.array(self._shared_costs)
                 given = self._texts(room), costs, 1.0, MIN_PROBABILITY
                 drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
                 seconds = perf_counter() - start_time
@@ -357,8 +356,18 @@ class _Session:
                 self._follow(drafts, tokens)
                 seconds += perf_counter() - start_time
                 self._record_shared(drafts, len(tokens), seconds)
-                if not decoder.shares_bursts():
+                if not decoder.shares_bursts:
                     return
+
+    def _min_shared_probability(self, num_others: int) -> float:
+        """The least probability of a draft of this sequence that saves time in a pass beside so
+        many others."""
+        max_drafts = min(self.max_drafts, MAX_SHARED_DRAFTS)
+        costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, self.sequence.length)
+        if costs is not self._shared_costs:
+            self._shared_costs = costs
+            self._min_shared = min_useful_probability(costs, num_others, 1.0)
+        return self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
 
     def _texts(self, room: int) -> list[CopyText]:
         """The texts that the backend copies from, the first with room for so many tokens."""
@@ -387,8 +396,9 @@ class _Session:
         if not num_passes:
             return
         costs, num_drafts = drafts.costs, sum(drafts.rows) - num_passes
-        per_token = costs[0] / (self.cost_model.num_others() + 1)
-        gain = max(0, num_tokens - num_passes) * per_token - num_drafts * (costs[1] - costs[0])
+        per_token = drafts.weight * costs[0] / (self.cost_model.num_others() + 1)
+        per_row = (costs[-1] - costs[0]) / (len(costs) - 1)
+        gain = max(0, num_tokens - num_passes) * per_token - num_drafts * per_row
         self._shared_gain += GAIN_RATE * (gain - self._shared_gain)
         decoder.shared_gain += SHARED_GAIN_RATE * (gain - decoder.shared_gain)
         if self._shared_gain > MIN_SHARED_GAIN * decoder.sharing_seconds:
@@ -535,7 +545,7 @@ class _Session:
             learn(text[root] if parent == ROOT else tree.tokens[parent], token, top_tokens)
         self._decoder.record_learning(perf_counter() - start)
 
-    def _candidates(self, forced: list[int], costs: list[float], num_others: int) -> CandidateTree:
+    def _candidates(self, forced: list[int], costs: Seq[float], num_others: int) -> CandidateTree:
         """`forced` and nodes after it that may save time."""
         sources = self.sources
         if forced:
@@ -552,25 +562,26 @@ class _Session:
             self.history.tokens, sources, self.predictor, max_nodes, min_probability, forced
         )
 
-    def _pass_costs(self, num_others: int) -> list[float]:
+    def _pass_costs(self, num_others: int) -> tuple[float, ...]:
         """The costs of passes with 0 to `max_drafts` drafts, including the rows of all other
         sequences. Updated when `num_others` changes, and every `COST_TOKENS` tokens."""
         key = (num_others, self.sequence.length // COST_TOKENS)
         if key != self._costs_key:
-            context = (self.sequence.length // COST_CONTEXT) * COST_CONTEXT + COST_CONTEXT // 2
-            decoder = self._decoder
-            passes = decoder.pass_costs(self.cost_model, num_others, self.width, context)
+            decoder, length = self._decoder, self.sequence.length
+            rows = num_others + self.width
+            passes = self.cost_model.pass_seconds(rows, self.max_drafts, length, self.width)
             self._passes = self._costs = passes
             self._seconds_per_sequence = passes[0] / (num_others + 1)
             if self._can_multi_step() and not num_others:  # plain decoding is multi-step then
-                rounds = [seconds + decoder.round_seconds for seconds in passes[1:]]
-                self._costs = [passes[0] * decoder.multi_step_cost, *rounds]
+                rounds = (seconds + decoder.round_seconds for seconds in passes[1:])
+                self._costs = (passes[0] * decoder.multi_step_cost, *rounds)
             elif self._can_multi_step():
                 # What bursts save of the work beside passes, unless another sequence drafts anyway.
                 saved = 1.0 - 1.0 / decoder.shared_steps
                 saved *= (1.0 - decoder.draft_share) ** num_others
                 host_seconds = self.cost_model.host_seconds(num_others + 1)
-                self._costs = [max(0.5 * passes[0], passes[0] - saved * host_seconds), *passes[1:]]
+                first = max(0.5 * passes[0], passes[0] - saved * host_seconds)
+                self._costs = (first, *passes[1:])
             self._min_useful_probability = min_useful_probability(self._costs, num_others)
             self._costs_key = key
         return self._costs
@@ -629,7 +640,9 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " the most probable source: copies or, for a sequence that runs alone, those of a"
             " drafter that reads the target's states",
             "in such bursts beside other sequences a draft need not gain 2 %, but drafts are"
-            " prepared only as long as they have saved four times what that takes",
+            " prepared only as long as they have saved four times what that takes; unless requests"
+            " wait, the tokens of a sequence count for what they save: its row, or the pass if it"
+            " ends last",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
@@ -670,7 +683,7 @@ class Auto(Decoder):
         self.num_rounds = 0  # measured ones
         self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
         self.num_calls = 0  # measured ones
-        self.num_refused = 0  # bursts in company without drafts of the backend
+        self.num_refused = 0  # rounds in company since the backend drafted in one
         self.sharing_seconds = 0.0  # that preparing drafts for one takes
         self.learning_seconds = 0.0  # that recording the top tokens of a round takes
         self.clear()
@@ -688,47 +701,9 @@ class Auto(Decoder):
             )
             for greedy, prior in PRIORS.items()
         }
-        self._cost_model: CostModel | None = None  # that of `_costs`
-        self._costs: dict[tuple[int, int, int], tuple[int, list[float]]] = {}
-        self._shared_costs: dict[tuple[int, int], tuple[int, float, np.ndarray]] = {}
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
         self.shared_gain = DEFAULT_GAIN  # seconds that drafts save in a burst in company
-        self.mean_length = inf  # of answers, in tokens; before the first one only a limit is known
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
-
-    def pass_costs(
-        self, cost_model: CostModel, num_others: int, width: int, context: int
-    ) -> list[float]:
-        """The costs of passes over `num_others` rows and those of one sequence with 0 to
-        `max_drafts` drafts, `width` rows each; computed anew now and then."""
-        if cost_model is not self._cost_model or len(self._costs) > COSTS_KEPT:
-            self._cost_model = cost_model
-            self._costs.clear()
-            self._shared_costs.clear()
-        key = (num_others, width, context)
-        uses, costs = self._costs.get(key, (0, []))
-        if not uses:
-            # Corrections of two sizes may make more rows look cheaper, which they never are.
-            rows = range(num_others + width, num_others + width * (self.max_drafts + 2), width)
-            costs = list(accumulate((cost_model.seconds(n, context) for n in rows), max))
-        self._costs[key] = ((uses + 1) % COSTS_USES, costs)
-        return list(costs)
-
-    def shared_costs(
-        self, cost_model: CostModel, num_others: int, context: int
-    ) -> tuple[float, np.ndarray]:
-        """The smallest probability of a draft that saves time in a pass beside so many other
-        sequences, above 1 if none does, and the costs of the pass, float64 `[max_drafts + 1]`.
-        Computed for all of the sequences at once, and anew now and then."""
-        key = (num_others, context // SHARED_CONTEXT)
-        uses, least, costs = self._shared_costs.get(key, (0, 1.0, np.empty(0)))
-        if not uses:
-            rows = range(num_others + 1, num_others + 2 + min(self.max_drafts, MAX_SHARED_DRAFTS))
-            positions = key[1] * SHARED_CONTEXT + SHARED_CONTEXT // 2
-            passes = list(accumulate((cost_model.seconds(n, positions) for n in rows), max))
-            least, costs = min_useful_probability(passes, num_others, 1.0), np.array(passes)
-        self._shared_costs[key] = ((uses + 1) % SHARED_USES, least, costs)
-        return least, costs
 
     def record_step(self, seconds: float, pass_seconds: float) -> None:
         """Record the duration of a step of a multi-step burst, relative to a pass over one row."""
@@ -739,8 +714,10 @@ class Auto(Decoder):
         """Record the number of steps of a multi-step burst in company."""
         self.shared_steps += SHARED_RATE * (num_steps - self.shared_steps)
 
-    def record_search(self, has_found: bool) -> None:
-        """Record whether a search in company has found a draft."""
+    def record_search(self, has_found: bool, could_share: bool) -> None:
+        """Record whether a search in company has found a draft, and whether the backend could have
+        drafted instead."""
+        self.num_refused += could_share
         self.draft_share += SHARED_RATE * (has_found - self.draft_share)
 
     def record_call(self, seconds: float) -> None:
@@ -759,13 +736,11 @@ class Auto(Decoder):
             return True
         return SAVED_BY_TOP_TOKENS * pass_seconds < self.call_seconds
 
+    @property
     def shares_bursts(self) -> bool:
         """Whether to ask for bursts in company, which need that all other sequences decode plainly
         or in such bursts too."""
-        if self.num_refused < MAX_REFUSED:
-            return True
-        self.num_refused += 1
-        return self.num_refused % TRIAL_INTERVAL == 0
+        return self.num_refused < MAX_REFUSED or self.num_refused % TRIAL_INTERVAL == 0
 
     def record_sharing(self, is_granted: bool, seconds: float) -> None:
         """Record whether a burst in company had drafts of the backend, and how long it took to
@@ -808,9 +783,6 @@ class Auto(Decoder):
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
-        if self.mean_length == inf:
-            self.mean_length = len(answer)
-        self.mean_length += LENGTH_RATE * (len(answer) - self.mean_length)
         self.successors.limit(self.memory)
         room = self.memory // 2
         if len(answer) >= room:

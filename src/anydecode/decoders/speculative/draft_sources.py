@@ -62,8 +62,8 @@ MAX_BURST_TOKENS = 64
 #: the number of rounds that the first guess, or what other sequences have brought, counts for.
 SHARED_RATE, OWN_RATE = 0.01, 0.08
 PRIOR_ROUNDS = 4
-#: Weight of an answer in the average of their lengths, of a reading in that of its durations.
-LENGTH_RATE, READ_RATE = 0.1, 0.2
+#: Weight of a reading in the average of their durations.
+READ_RATE = 0.2
 #: Number of standard errors subtracted from a rate to get its lower bound.
 NUM_STANDARD_ERRORS = 0.5
 

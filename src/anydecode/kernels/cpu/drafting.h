@@ -16,22 +16,28 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* Cut the drafts of `n` sequences off where they give the most expected tokens per second, and return
- * these. `spent`: the seconds that drafting is expected to have taken. */
+/* The probability that the first tokens of a draft are right, given that of one token fewer, `path`;
+ * 0 below the least one, and behind the draft. */
+static double longer_path(const Drafting *drafting, const Draft *draft, int count, double path) {
+  double longer = count < draft->count ? path * draft->chances[count] : 0.0;
+  return longer < drafting->min_probability ? 0.0 : longer;
+}
+
+/* Cut the drafts of `n` sequences off where they give the most expected tokens per second, each with
+ * the weight of its sequence, and return these. `spent`: the seconds that drafting is expected to have taken. */
 static double cut_drafts(const Drafting *drafting, Draft *const *drafts, int n, double spent) {
   const double *costs = drafting->costs;
   double expected = n, best = drafting->min_gain * n / (costs[0] + spent), paths[MAX_SEQUENCES];
   int taken[MAX_SEQUENCES] = {0}, kept[MAX_SEQUENCES] = {0};
-  for (int i = 0; i < n; i++) paths[i] = drafts[i]->count ? drafts[i]->chances[0] : 0.0;
+  const SequenceDrafts *of = drafting->sequences;
+  for (int i = 0; i < n; i++) paths[i] = longer_path(drafting, drafts[i], 0, 1.0);
   for (int total = 1; total <= drafting->max_drafts; total++) {
     int next = 0;
     for (int i = 1; i < n; i++)
-      if (paths[i] > paths[next]) next = i;
-    const Draft *draft = drafts[next];
-    if (taken[next] == draft->count || paths[next] < drafting->min_probability) break;
-    expected += paths[next];
-    int count = ++taken[next];
-    paths[next] *= count < draft->count ? draft->chances[count] : 0.0;
+      if (of[i].weight * paths[i] > of[next].weight * paths[next]) next = i;
+    if (paths[next] == 0.0) break;
+    expected += of[next].weight * paths[next];
+    paths[next] = longer_path(drafting, drafts[next], ++taken[next], paths[next]);
     if (expected > best * (costs[total] + spent)) {
       best = expected / (costs[total] + spent);
       memcpy(kept, taken, sizeof(int) * (size_t)n);

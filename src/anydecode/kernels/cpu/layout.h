@@ -202,6 +202,7 @@ typedef struct {
   int32_t *sources; /* result: of each pass's draft: a text, or num_texts for the drafter */
   int32_t *drafts;  /* result: of all passes in order, [max_passes * max_drafts] */
   float *probabilities; /* result: of the same, as the drafter gives them */
+  double weight; /* what a token of it counts for in the expected tokens */
 } SequenceDrafts;
 
 /* Drafts of a multi-step pass; see drafting.h. */

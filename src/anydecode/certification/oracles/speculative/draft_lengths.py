@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anydecode.scoring.cost import CostModel
+
 
 @dataclass
-class FixedCosts:
+class FixedCosts(CostModel):
     """A cost model in which a pass takes `cost(rows, context)` seconds, beside `others` other
     sequences."""
 
