@@ -112,6 +112,38 @@ def test_an_interrupted_run_is_resumed_bit_by_bit(
     assert weights[0] == weights[1]
 
 
+def test_an_interrupted_command_says_how_to_resume_and_leaves_a_drafter(
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = DrafterRun._update
+
+    def update(self: DrafterRun) -> list[float]:
+        if self.step == 2:
+            raise KeyboardInterrupt
+        return own(self)
+
+    monkeypatch.setattr(DrafterRun, "_update", update)
+    settings = "--recipe medusa --steps 4 --texts 90 --tokens 16 --vocabulary 30 --batch 8"
+    command = ["train", "drafter", "--model", str(model), *settings.split()]
+    command += ["--out", str(tmp_path), "--data", str(data)]
+    with pytest.raises(SystemExit) as ended:
+        run(command)
+    assert ended.value.code == 130
+    assert f"the same command resumes the run in {tmp_path}" in capsys.readouterr().err
+    assert json.loads((tmp_path / "log.json").read_text())["steps"] == 2
+    with LLM(model, draft=tmp_path / "drafter") as llm:
+        assert len(llm.generate([5, 6, 7], decoder="medusa", max_tokens=4).tokens) > 0
+    monkeypatch.undo()
+    with pytest.raises(SystemExit) as ended:
+        run([*command, "--json"])
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle-3", "dflash", "medusa"])
 def test_a_device_writes_the_texts_and_computes_the_states(

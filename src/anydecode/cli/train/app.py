@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -88,6 +89,16 @@ def minutes_or_default(minutes: float | None, steps: int | None) -> float | None
     return 60.0 if minutes is None and steps is None else minutes
 
 
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """Says where an interrupted run is, which has saved its state."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        note(f"interrupted; the same command resumes the run in {folder}")
+        raise
+
+
 def trained(open_run: Callable[[], Run], step: str, threads: int) -> Run:
     """The run that `open_run` opens, which may generate answers, after its training with so many
     of torch's threads (0: its default)."""
@@ -97,7 +108,8 @@ def trained(open_run: Callable[[], Run], step: str, threads: int) -> Run:
     with progress("training", 1.0, unit="percent") as bar:
         bar.begin("answers")
         run = open_run()
-        run.train(lambda done, loss: bar.update(done, step=step, detail=f"loss {loss:.3f}"))
+        with resumable(run.folder):
+            run.train(lambda done, loss: bar.update(done, step=step, detail=f"loss {loss:.3f}"))
     return run
 
 

@@ -26,6 +26,7 @@ from anydecode.cli.train.app import (
     minutes_or_default,
     positive,
     report,
+    resumable,
     shares_line,
     trained,
 )
@@ -601,7 +602,7 @@ def train_drafter(
     )
     limit_threads(threads)
     run = DrafterRun(model, out, settings, dtype, data)
-    with progress("drafter", 1.0, unit="percent") as bar:
+    with resumable(out), progress("drafter", 1.0, unit="percent") as bar:
         run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
     lines = [f"drafts with --draft {run.drafter} --decoder {run.recipe.key}"]
     for name, result in run.results.items():
