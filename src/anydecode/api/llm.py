@@ -75,6 +75,7 @@ from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from anydecode.sampling.preset import SamplerPreset
 from anydecode.scoring.cost import CostModel
+from anydecode.scoring.draft_policy import OWN_DRAFTS
 from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.sequence import TARGET
@@ -124,8 +125,8 @@ class LLM:
         max_running: Maximum number of sequences that run at the same time.
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
         schedule: A catalogue key ("sarathi-serve:budget=256") or a `Schedule`.
-        drafting: A catalogue key ("smartspec-server") or object that limits how much all requests
-            together may draft.
+        drafting: What limits how much all requests together draft: a catalogue key or object, by
+            default "smartspec-server"; "fixed": each request drafts as much as its method says.
         prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
@@ -167,7 +168,7 @@ class LLM:
         max_running: int = 256,
         prefix_cache: bool = True,
         schedule: str | Schedule | None = None,
-        drafting: str | ServerGoodput | None = None,
+        drafting: str | ServerGoodput = "smartspec-server",
         prefix_spill: str | Path | None = None,
         spill_limit: str | int = "4GiB",
         split: str | ModelSplit | None = None,
@@ -198,7 +199,7 @@ class LLM:
         self._row_budget = row_budget
         self.engine = Engine({}, max_running)
         self.driver = Driver(self.engine)
-        self.methods = Methods(None if drafting is None else build_as(drafting, ServerGoodput))
+        self.methods = Methods()
         if schedule is not None:
             schedule = build_as(schedule, Schedule)  # type: ignore[type-abstract]
         self.add_runner(TARGET, self.model, schedule)
@@ -229,6 +230,7 @@ class LLM:
             self.engine,
             tokenizers,
             EngineCostModel(self.engine, self.model),
+            OWN_DRAFTS if drafting == "fixed" else build_as(drafting, ServerGoodput),
             prefix_cache,
         )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anydecode import catalogue
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 from anydecode.errors import InvalidRequestError
 from anydecode.models.families.weights import DTYPES
 from anydecode.sampling.constrained import ConstraintState
@@ -33,14 +32,10 @@ class Methods:
     separately per namespace. It is built again when a file that a parameter names has changed.
 
     Args:
-        drafting: Limits how much all decoders together may draft, or None.
         max_learned_bytes: Maximum memory of what all decoders have learned, in bytes.
     """
 
-    def __init__(
-        self, drafting: ServerGoodput | None = None, max_learned_bytes: int = MAX_LEARNED_BYTES
-    ) -> None:
-        self.drafting = drafting
+    def __init__(self, max_learned_bytes: int = MAX_LEARNED_BYTES) -> None:
         self.max_learned_bytes = max_learned_bytes
         self._decoders: dict[tuple[str, Hashable, Hashable], Decoder] = {}
         self._lock = threading.Lock()  # of `_decoders`
@@ -56,10 +51,9 @@ class Methods:
         with self._lock:
             found = self._decoders.pop(key, None)
             if found is None:
-                built = build_decoder(choice)
-                if not isinstance(built, Decoder):
-                    return built
-                found = built if self.drafting is None else self.drafting.over(built)
+                found = build_decoder(choice)
+                if not isinstance(found, Decoder):
+                    return found
             self._decoders[key] = found  # the most recently used is the last
             num_bytes = self._learned_bytes()
             while self._decoders and (

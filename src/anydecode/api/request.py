@@ -368,6 +368,7 @@ class Request:
             shares_prefix=resources.prefix_cache,
             trace=[] if trace else None,
             cost_model=resources.cost_model,
+            draft_policy=resources.draft_policy,
             prediction=(
                 None if self.prediction is None else Prediction(self.prompt, self.prediction)
             ),

@@ -18,6 +18,7 @@ from anydecode.models.spec import CHIMERA, EARLY_EXIT
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
+from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import TARGET
 
@@ -31,12 +32,14 @@ class Resources:
         tokenizers: Tokenizers by runner name: "target", "draft" and those of further draft models
             that have their own.
         cost_model: Costs of passes and the load of the engine.
+        draft_policy: How much all requests together may draft.
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
     """
 
     engine: Engine
     tokenizers: Mapping[str, Tokenizer]
     cost_model: CostModel
+    draft_policy: DraftPolicy = OWN_DRAFTS
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:

@@ -128,6 +128,7 @@ def scripted_llm(
     fills_in: bool = False,
     draft_causal: bool = True,
     block_size: int | None = None,
+    drafting: str = "fixed",
     **options: Any,
 ) -> LLM:
     """A small engine over scripted models: a target, and a draft model that often agrees with it.
@@ -138,6 +139,8 @@ def scripted_llm(
         fills_in: Whether the tokenizer has fill-in-the-middle tokens.
         draft_causal: Whether the draft model's attention is causal.
         block_size: The size of the target's blocks, if it is a block-diffusion model.
+        drafting: That of the engine. By default a request beside others drafts as much as one
+            alone, so that both show the whole method.
         options: Options of the engine.
     """
     tokenizer = FillInTokenizer() if fills_in else ByteTokenizer()
@@ -145,7 +148,9 @@ def scripted_llm(
     target = ScriptedModel(vocab_size=size, seed=seed, causal=causal)
     target.spec = replace(target.spec, block_size=block_size)
     draft = ScriptedModel(vocab_size=size, seed=seed, noise=0.5, causal=draft_causal)
-    return LLM(target, tokenizer=tokenizer, draft=draft, cache_positions=4096, **options)
+    return LLM(
+        target, tokenizer=tokenizer, draft=draft, cache_positions=4096, drafting=drafting, **options
+    )
 
 
 PROMPTS = (

@@ -299,13 +299,21 @@ def layer_routed_model(**options: Any) -> LLM:
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
 
 
-def accelerated_model(**options: Any) -> LLM:
+def accelerated_model(
+    *,
+    residual: float = 0.1,
+    vocabulary: int = BYTE_VOCABULARY,
+    cache_positions: int = 4096,
+    drafting: str = "fixed",
+    **options: Any,
+) -> LLM:
     """An engine over a tiny model with random accelerators of its second to fourth layers, which
     add little, so that the accelerated stream often agrees with the model; `options` are those of
     `LLM`."""
-    model = tiny_model(layers=8, residual=0.1)
+    model = tiny_model(layers=8, residual=residual, vocabulary=vocabulary)
     add_accelerators(model, range(1, 4))
-    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096, **options)
+    given: dict[str, Any] = {"cache_positions": cache_positions, "drafting": drafting, **options}
+    return LLM(model, tokenizer=ByteTokenizer(), **given)
 
 
 def add_accelerators(model: Any, layers: Seq[int], rank: int = 6) -> None:
@@ -403,9 +411,11 @@ def with_drafter(
     layers: int = 4,
     residual: float = 0.15,
     vocabulary: int = BYTE_VOCABULARY,
+    drafting: str = "fixed",
     **options: Any,
 ) -> LLM:
-    """An engine over a tiny model with drafters of it; `options` are those of `LLM`."""
+    """An engine over a tiny model with drafters of it; `options` are those of `LLM`. By default a
+    request beside others drafts as much as one alone, so that both show the whole method."""
     target = tiny_model(layers=layers, residual=residual, backend=backend, vocabulary=vocabulary)
     packer = getattr(target.executor, "packer", None)
     drafts = []
@@ -415,7 +425,7 @@ def with_drafter(
         network = load(checkpoint, target.network, None) if load else load_network(checkpoint)
         executor = choose_executor(backend, 1, packer=packer)
         drafts.append(drafter_model(network, name=checkpoint.name, executor=executor))
-    return LLM(target, tokenizer=ByteTokenizer(), draft=drafts, **options)
+    return LLM(target, tokenizer=ByteTokenizer(), draft=drafts, drafting=drafting, **options)
 
 
 def tiny_llm(**options: Any) -> LLM:

@@ -137,7 +137,8 @@ def serve(
         str | None,
         typer.Option(
             "--drafting",
-            help="Draft policy for all requests: smartspec-server. Default: each decoder's own.",
+            help="How much all requests together draft. Default: smartspec-server, what saves time;"
+            " fixed: what their methods say.",
         ),
     ] = None,
     draft: Annotated[

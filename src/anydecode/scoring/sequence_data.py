@@ -13,6 +13,7 @@ import numpy as np
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
+from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.state import SequenceState
@@ -85,6 +86,7 @@ class SequenceData:
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
+        draft_policy: How much all requests of the engine together may draft.
         prediction: The caller's prediction of the answer, or None. Shared with branches.
         draft_states: What drafters read of the target's states, by model runner.
         optional_runners: The model runners, besides those that the decoder needs, that it can use.
@@ -117,6 +119,7 @@ class SequenceData:
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS
+    draft_policy: DraftPolicy = OWN_DRAFTS
     prediction: Prediction | None = None
     draft_states: dict[str, DraftStates] = field(default_factory=dict)
     optional_runners: tuple[str, ...] = ()
@@ -250,6 +253,7 @@ class SequenceData:
             shares_prefix=self.shares_prefix,
             tokenizers=self.tokenizers,
             cost_model=self.cost_model,
+            draft_policy=self.draft_policy,
             prediction=self.prediction,
             draft_states={name: one.fork() for name, one in self.draft_states.items()},
             optional_runners=self.optional_runners,

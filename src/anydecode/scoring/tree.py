@@ -90,6 +90,20 @@ class TokenTree:
             draft_states=None if self.draft_states is None else self.draft_states[:count],
         )
 
+    def reordered(self, order: Seq[int]) -> TokenTree:
+        """The same tree of tokens with its nodes in another order, in which no parent comes after
+        its children."""
+        new = {ROOT: ROOT} | {node: index for index, node in enumerate(order)}
+        return TokenTree(
+            [self.tokens[node] for node in order],
+            [new[self.parents[node]] for node in order],
+            {new[node]: row for node, row in self.probabilities.items()},
+            self.kind,
+            None if self.sources is None else [self.sources[node] for node in order],
+            self.confidence,
+            adapters={new[node]: one for node, one in self.adapters.items()},
+        )
+
     def add(self, token: int, parent: int = ROOT) -> int:
         """Append a node and return its index."""
         node = len(self.tokens)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode.certification.checks import scripted_llm
 from anydecode.decoders.speculative import smartspec_server
-from anydecode.decoders.speculative.smartspec_server import DraftingRequests, SharedBudget
+from anydecode.decoders.speculative.smartspec_server import (
+    AcceptanceCounts,
+    ServerGoodput,
+    ServerShare,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.goodput import useful_counts
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected
 
 Patch = pytest.MonkeyPatch
@@ -31,54 +36,103 @@ def test_certificate_rejects_later_drafts_as_probable_as_the_first(monkeypatch: 
 
 
 def test_certificate_rejects_a_limit_without_effect(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(SharedBudget, "size", lambda self, sequence: self.own.size(sequence))
+    monkeypatch.setattr(ServerShare, "size", lambda self, own: own)
     assert_rejected("smartspec-server")
 
 
 def test_certificate_rejects_a_limit_by_the_own_draft_alone(monkeypatch: Patch) -> None:
-    counts = DraftingRequests._useful_counts
+    counts = ServerGoodput.count
 
-    def alone(self: DraftingRequests, sequence: Sequence) -> dict[Sequence, int]:
-        running, self.running = self.running, {sequence: self.running[sequence]}
-        found = counts(self, sequence)
+    def alone(self: ServerGoodput, share: ServerShare) -> int:
+        running, self.running = self.running, {share: None}
+        found = counts(self, share)
         self.running = running
         return found
 
-    monkeypatch.setattr(DraftingRequests, "_useful_counts", alone)
+    monkeypatch.setattr(ServerGoodput, "count", alone)
     assert_rejected("smartspec-server")
 
 
 def test_certificate_rejects_drafts_that_every_pass_must_run(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(SharedBudget, "chances", lambda self, tree: ())
+    monkeypatch.setattr(ServerShare, "chances", lambda self, tree: ())
     assert_rejected("smartspec-server")
 
 
-def test_certificate_rejects_siblings_that_count_as_chains(monkeypatch: Patch) -> None:
-    def by_depth(self: SharedBudget, tree: Any) -> list[float]:
-        return [self.rate ** tree.depth(node) for node in range(len(tree))]
+def test_certificate_rejects_siblings_as_probable_as_the_first(monkeypatch: Patch) -> None:
+    def by_depth(self: ServerShare, tree: TokenTree) -> list[float]:
+        rates = [*self.rates[:, 0], *[self.rates[-1, 0]] * len(tree)]
+        return [float(np.prod(rates[: tree.depth(node)])) for node in range(len(tree))]
 
-    monkeypatch.setattr(SharedBudget, "chances", by_depth)
+    monkeypatch.setattr(ServerShare, "chances", by_depth)
     assert_rejected("smartspec-server")
 
 
-def test_certificate_rejects_another_maximum(monkeypatch: Patch) -> None:
-    made = smartspec_server.ServerGoodput.__init__
+def test_certificate_rejects_trees_whose_last_nodes_are_left_out(monkeypatch: Patch) -> None:
+    from anydecode.certification.oracles.speculative import smartspec_server as oracle
+
+    monkeypatch.setattr(oracle, "by_probability", lambda tree, chances: (tree, chances))
+    assert_rejected("smartspec-server")
+
+
+def test_certificate_rejects_counts_that_do_not_fade(monkeypatch: Patch) -> None:
+    made = AcceptanceCounts.__init__
     monkeypatch.setattr(
-        smartspec_server.ServerGoodput,
-        "__init__",
-        lambda self, **given: made(self, **{**given, "max_drafts": 7}),
+        AcceptanceCounts, "__init__", lambda self, num_rounds: made(self, num_rounds * 1000)
     )
     assert_rejected("smartspec-server")
 
 
+def test_certificate_rejects_rates_of_the_source_alone(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ServerShare, "rates", property(lambda self: self.source.rates()))
+    assert_rejected("smartspec-server")
+
+
+def test_certificate_rejects_a_request_alone_that_is_limited(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ServerShare, "size", lambda self, own: min(own, self.server.count(self)))
+    assert_rejected("smartspec-server")
+
+
+def test_certificate_rejects_another_maximum(monkeypatch: Patch) -> None:
+    made = ServerGoodput.__init__
+    monkeypatch.setattr(
+        ServerGoodput, "__init__", lambda self, max_drafts=7: made(self, max_drafts)
+    )
+    assert_rejected("smartspec-server")
+
+
+def test_certificate_rejects_texts_of_other_rules_that_are_limited(monkeypatch: Patch) -> None:
+    from anydecode.certification.oracles.speculative import smartspec_server as oracle
+
+    def limited(sequence: Any, source: object, acceptance: object) -> Any:
+        return sequence.draft_policy.open(sequence, source)
+
+    monkeypatch.setattr(oracle, "draft_share", limited)
+    assert_rejected("smartspec-server")
+
+
 @pytest.mark.parametrize(
-    "decoder", ["suffix", "token-recycling:row_cost=0.01", "lookahead", "opt-tree", "rsd"]
+    "decoder",
+    [
+        "suffix",
+        "token-recycling:tree=published",
+        "token-recycling:row_cost=0.01",
+        "lookahead",
+        "opt-tree",
+        "rsd",
+        "stand",
+        "taps",
+        "jacobi",
+        "layerskip:layers=2",
+        "pearl",
+        "saguaro",
+    ],
 )
-def test_trees_of_several_requests_keep_the_text(decoder: str) -> None:
-    """Of which passes leave out rows."""
+@pytest.mark.parametrize("drafting", ["smartspec-server", "fixed"])
+def test_drafts_of_several_requests_keep_the_text(decoder: str, drafting: str) -> None:
+    """Of which passes leave out rows, or not."""
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     prompts = ["abcabcabcabc", "aabbaabbaabb", "xyxyxyxy", "zzzzzz"]
-    with scripted_llm(drafting="smartspec-server") as llm:
+    with scripted_llm(drafting=drafting) as llm:
         plain = llm.generate(prompts, decoder="autoregressive", **options)
         drafted = llm.generate(prompts, decoder=decoder, **options)
         llm.engine.check_integrity()
@@ -87,4 +141,4 @@ def test_trees_of_several_requests_keep_the_text(decoder: str) -> None:
 
 def test_a_limit_of_no_drafts_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="max_drafts is 0"):
-        smartspec_server.ServerGoodput(0)
+        ServerGoodput(0)

@@ -399,7 +399,7 @@ def bench_soak(
     ] = None,
     drafting: Annotated[
         str | None,
-        typer.Option("--drafting", help="Draft budget across requests: smartspec-server."),
+        typer.Option("--drafting", help="Draft policy; default: smartspec-server."),
     ] = None,
     attacks: Annotated[
         bool, typer.Option("--attacks", help="Send expensive and invalid requests beside them.")

@@ -15,6 +15,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
@@ -116,8 +118,7 @@ class _Session(DepthSession):
             scores = yield sequence.score([token], layers=(0, layers), hidden=hidden)
             self.states.append({layer: scores.hidden[layer].copy() for layer in hidden})
             row = scores.row(0)
-            token = sequence.sample(sampler, row, position + len(drafts))
-            sampler.advance(token)
+            token = self.sample(sampler, row, position + len(drafts))
             drafts.append(token)
             _, (confidence,) = largest(row[None])
             if confidence < threshold or sequence.stops_at(token):
@@ -189,7 +190,9 @@ def head_cost(model: Any) -> float:
             "a draft has at most the chosen length, and length 0 is plain decoding; in the released"
             " code the length does not limit the draft, which has at least one token",
             "the cost of a draft and of the verification includes the head by default",
-            "verification samples with the target's own noise instead of the rejection rule",
+            "verification samples with the target's own noise; the paper's rejection rule is"
+            " acceptance='rejection'",
+            CHAIN_NOISE,
             "drafting stops by the largest probability, not that of the drafted token, which is"
             " another at a temperature",
             "without mismatches or matches of an exit there is no threshold of confidence",
@@ -203,6 +206,7 @@ def head_cost(model: Any) -> float:
             "head": Range(0, 1024),
             "interval": Range(1, 1024),
             "every": Range(1, 1024),
+            "acceptance": LOGIT_RULES,
         },
     )
 )
@@ -217,6 +221,8 @@ class Del(SelfSpeculative):
         interval: Layers between exits. The head reads the states of each exit, which takes most of
             the time in models with large vocabularies.
         every: One round of so many is evidence.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
     def __init__(
@@ -226,8 +232,9 @@ class Del(SelfSpeculative):
         head: float | None = None,
         interval: int = 1,
         every: int = 1,
+        acceptance: str | Acceptance = "token-exact",
     ) -> None:
-        super().__init__()
+        super().__init__(acceptance)
         if size < 0 or not 0 < memory <= 1 or (head is not None and head < 0):
             raise InvalidRequestError("del needs size >= 0, 0 < memory <= 1 and head >= 0")
         if interval < 1 or every < 1:

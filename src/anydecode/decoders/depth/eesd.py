@@ -7,6 +7,8 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.depth.exit_drafts import ExitDrafting, ExitSession
 from anydecode.decoders.depth.self_speculation import DepthSession
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.decoders.framework.thompson import CONTROLS, Posterior
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Scores
@@ -46,8 +48,9 @@ class _Session(ExitSession):
             "a round has one failure if a draft was rejected, and the counts decay; the paper's"
             " constants are not known, nor the weight of the confidence in Calibration-TS, here 5"
             " drafts",
-            "verification samples with the target's own noise instead of comparing argmax tokens or"
-            " the rejection rule",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " the rejection rule is acceptance='rejection'",
+            CHAIN_NOISE,
             "Calibration-TS has no online factor",
             "the first draft of a round is made in any case; the counts are those of one request",
             "an adapter of Kangaroo, without an MLP, is taken too",
@@ -61,6 +64,7 @@ class _Session(ExitSession):
             "size": Range(1, 64),
             "memory": Range(0, 1),
             "control": Words(CONTROLS),
+            "acceptance": LOGIT_RULES,
         },
     )
 )
@@ -72,10 +76,18 @@ class Eesd(ExitDrafting):
         memory: Decay of the counts per round, above 0 and at most 1.
         control: "beta" (Beta-TS), or "calibration" (Calibration-TS), which also reads the
             probability of each draft.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
-    def __init__(self, size: int = 8, memory: float = 0.95, control: str = "beta") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        size: int = 8,
+        memory: float = 0.95,
+        control: str = "beta",
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
+        super().__init__(acceptance)
         if size < 1 or not 0 < memory <= 1:
             raise InvalidRequestError("eesd needs size >= 1 and 0 < memory <= 1")
         if control not in CONTROLS:

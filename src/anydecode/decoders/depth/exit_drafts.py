@@ -32,6 +32,7 @@ class ExitSession(DepthSession):
         super().__init__(sequence)
         self.max_drafts = max_drafts
         self.exit = sequence.kv_cache(DRAFT).pool.model.spec.num_layers - 1
+        self.plain_layers = (self.exit,)
         self._unread = np.empty((0, 0), np.float32)  # states that the trained layer has not read
 
     @abstractmethod
@@ -68,7 +69,7 @@ class ExitSession(DepthSession):
             if draft is None:
                 break
             token = draft
-            sampler.advance(token)
+            self.take(sampler, row, token)
             drafts.append(token)
             weights = np.exp(row - row.max())
             shares = weights[[token, row.argmax()]] / weights.sum()
@@ -84,6 +85,10 @@ class ExitSession(DepthSession):
         length, known = sequence.kv_cache(DRAFT).length, sequence.length + num_accepted
         self._unread = scores.hidden[self.exit][-1:].copy()[: max(0, known - length)]
         sequence.truncate(min(length, known), DRAFT)
+
+    def observe_plain(self, scores: Scores) -> None:
+        state = scores.hidden[self.exit].copy()
+        self._unread = np.concatenate([self._unread, state]) if len(self._unread) else state
 
     def _trained_layer(self, states: np.ndarray, logits: bool = True) -> ScoreRequest:
         """The request that runs the trained layer over states of the target behind its exit."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.exit_drafts import ExitDrafting, ExitSession
 from anydecode.decoders.depth.self_speculation import DepthSession
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -35,7 +37,9 @@ class _Session(ExitSession):
             " `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
-            "verification samples with the target's own noise instead of comparing argmax tokens",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " acceptance='rejection' has the rejection rule",
+            CHAIN_NOISE,
             "drafts end at a token that would end the text, and at the limit of tokens",
             "the adapter may have a head for the most frequent tokens only",
             "an early exit of EESD, whose layer has an MLP, is taken too",
@@ -46,7 +50,7 @@ class _Session(ExitSession):
             "the first round drafts the first token too, which the authors' code takes from the"
             " pass over the prompt",
         ),
-        remote={"size": Range(1, 64), "threshold": Range(0, 1)},
+        remote={"size": Range(1, 64), "threshold": Range(0, 1), "acceptance": LOGIT_RULES},
     )
 )
 class Kangaroo(ExitDrafting):
@@ -55,10 +59,17 @@ class Kangaroo(ExitDrafting):
     Args:
         size: Maximum number of draft tokens per round.
         threshold: A draft ends behind a token where the adapter's largest probability is less.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
-    def __init__(self, size: int = 6, threshold: float = 0.6) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        size: int = 6,
+        threshold: float = 0.6,
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
+        super().__init__(acceptance)
         if size < 1 or not 0 <= threshold <= 1:
             raise InvalidRequestError("kangaroo needs size >= 1 and 0 <= threshold <= 1")
         self.max_drafts, self.threshold = size, threshold

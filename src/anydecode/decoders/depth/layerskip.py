@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 
@@ -26,8 +28,7 @@ class _Session(DepthSession):
         drafts: list[int] = []
         while len(drafts) < size:
             scores = yield sequence.score([token], layers=(0, self.exit_layer))
-            token = sequence.sample(sampler, scores.row(0), position + len(drafts))
-            sampler.advance(token)
+            token = self.sample(sampler, scores.row(0), position + len(drafts))
             drafts.append(token)
             if sequence.stops_at(token):
                 break
@@ -51,14 +52,15 @@ class _Session(DepthSession):
             " often; AMD EPYC with AVX2, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
-            "verification samples with the target's own noise instead of comparing argmax tokens or"
-            " the rejection rule",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " the rejection rule is acceptance='rejection'",
+            CHAIN_NOISE,
             "the prompt runs through all layers at once, not first through those of the draft",
             "`anydecode train depth --recipe layerskip` continues the training of a model, on its"
             " own answers; it trains none from scratch,"
             " and has a loss behind the last layer in every step",
         ),
-        remote={"layers": Range(1, 1024), "size": Range(1, 64)},
+        remote={"layers": Range(1, 1024), "size": Range(1, 64), "acceptance": LOGIT_RULES},
     )
 )
 class LayerSkip(SelfSpeculative):
@@ -67,10 +69,17 @@ class LayerSkip(SelfSpeculative):
     Args:
         layers: How many layers the draft runs (default: a third of the model's).
         size: Maximum number of draft tokens per round.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
-    def __init__(self, layers: int | None = None, size: int = 4) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        layers: int | None = None,
+        size: int = 4,
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
+        super().__init__(acceptance)
         if size < 1 or (layers is not None and layers < 1):
             raise InvalidRequestError(
                 f"layerskip needs layers >= 1 and size >= 1, not layers={layers}, size={size}"

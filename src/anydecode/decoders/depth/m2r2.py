@@ -12,7 +12,9 @@ import numpy as np
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.attention_probe import check_float
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.host import select
 from anydecode.models.accelerators import Accelerators
@@ -40,8 +42,7 @@ class _Session(DepthSession):
                 [token], layers=(0, self.exit), hidden=(self.first,), logits=False
             )
             row = self._logits(scores.hidden[self.first][-1])
-            token = sequence.sample(sampler, row, position + len(drafts))
-            sampler.advance(token)
+            token = self.sample(sampler, row, position + len(drafts))
             drafts.append(token)
             if sequence.stops_at(token):
                 break
@@ -93,10 +94,11 @@ class _Session(DepthSession):
             "the paper's equations were not available: the adapters (a low-rank attention and MLP"
             " per layer), their rank, and the numbers of layers and drafts are guesses",
             "the adapters learn the distributions of the last layer on the model's own answers",
-            "verification samples with the target's own noise instead of comparing argmax tokens or"
-            " the rejection rule",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " the rejection rule is acceptance='rejection'",
+            CHAIN_NOISE,
         ),
-        remote={"size": Range(1, 64)},
+        remote={"size": Range(1, 64), "acceptance": LOGIT_RULES},
     )
 )
 class M2R2(SelfSpeculative):
@@ -110,12 +112,19 @@ class M2R2(SelfSpeculative):
         size: Maximum number of draft tokens per round.
         accelerators: The file of `anydecode train depth --recipe m2r2`; by default that of the
             model's folder, accelerators.safetensors.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
     requirements = Requirements(reads_accelerators=True, attention_only=(TARGET,))
 
-    def __init__(self, size: int = 3, accelerators: str | Path | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        size: int = 3,
+        accelerators: str | Path | None = None,
+        acceptance: str | Acceptance = "token-exact",
+    ) -> None:
+        super().__init__(acceptance)
         if size < 1:
             raise InvalidRequestError(f"m2r2 needs size >= 1, not {size}")
         self.max_drafts = size

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
+from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.acceptance import TokenExact
-from anydecode.decoders.framework.speculation import verify_tree
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import logit_rule
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
+from anydecode.decoders.framework.speculation import draft_share, verify_tree
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import TokenTree
@@ -25,8 +32,25 @@ Drafting = Generator[DecoderAction, Any, list[int]]
 class DepthSession(ABC):
     """How one sequence is drafted for."""
 
+    #: The distributions of the present round's drafts, float64 `[vocab_size]` each, if the
+    #: acceptance rule compares drafts with them.
+    distributions: list[np.ndarray] | None = None
+
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
+
+    def sample(self, sampler: Sampler, row: np.ndarray, position: int) -> int:
+        """A draft for `position` from logits, float32 `[vocab_size]`, with the target's noise.
+        `sampler` is advanced by it."""
+        token = self.sequence.sample(sampler, row, position)
+        self.take(sampler, row, token)
+        return token
+
+    def take(self, sampler: Sampler, row: np.ndarray, token: int) -> None:
+        """Record the distribution of a draft, and advance `sampler` by it."""
+        if self.distributions is not None:
+            self.distributions.append(sampler.distribution(row).dense(len(row)))
+        sampler.advance(token)
 
     def size(self) -> int:
         """Maximum number of drafts in the next round; 0 means plain decoding."""
@@ -61,10 +85,14 @@ class DepthSession(ABC):
 
 class SelfSpeculative(Decoder):
     """A speculative decoder whose drafts come from the target's first layers. A draft ends at a
-    token that would end the text, and does not exceed the limit of tokens."""
+    token that would end the text, and does not exceed the limit of tokens.
 
-    def __init__(self) -> None:
-        self.acceptance = TokenExact()
+    Args:
+        acceptance: The name of an acceptance rule that reads no hidden states, or the rule.
+    """
+
+    def __init__(self, acceptance: str | Acceptance = "token-exact") -> None:
+        self.acceptance = logit_rule(acceptance, self.card.key)
 
     @abstractmethod
     def open(self, sequence: Sequence) -> DepthSession:
@@ -88,29 +116,37 @@ class SelfSpeculative(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        session = self.open(sequence)
-        while not sequence.finished:
-            unscored = sequence.unscored()
-            if len(unscored) > 1:
-                yield from session.prefill(unscored[:-1])
-            size = min(session.size(), sequence.remaining - 1)  # a round yields one token more
-            if size < 1:
-                layers = session.plain_layers
-                plain = yield from verify_tree(
-                    sequence, TokenTree(), self.acceptance, hidden=layers
-                )
-                if layers:
-                    session.observe_plain(plain.scores)
-                continue
-            position = sequence.length
-            drafts = yield from session.draft(unscored[-1], size)
-            tree = TokenTree.chain(drafts)
-            scores = yield session.verification(drafts)
-            result = self.acceptance.walk(tree, scores)
-            row = len(result.path)
-            sequence.truncate(position + row)
-            sequence.record(tree, result.path, result.tokens, **session.facts())
-            session.observe(drafts, row, scores)
-            sequence.emit(
-                result.tokens, scores.sampler_after(row) if sequence.sampler.is_stateful else None
-            )
+        session, share = self.open(sequence), draft_share(sequence, self, self.acceptance)
+        try:
+            while not sequence.finished:
+                yield from self._round(sequence, session, share)
+        finally:
+            share.close()
+
+    def _round(self, sequence: Sequence, session: DepthSession, share: DraftShare) -> Decoding:
+        unscored = sequence.unscored()
+        if len(unscored) > 1:
+            yield from session.prefill(unscored[:-1])
+        size = min(share.size(session.size()), sequence.remaining - 1)  # and one token more
+        if size < 1:
+            layers = session.plain_layers
+            plain = yield from verify_tree(sequence, TokenTree(), self.acceptance, hidden=layers)
+            if layers:
+                session.observe_plain(plain.scores)
+            share.observe(plain.tree, [], 0.0)
+            return
+        position, start = sequence.length, perf_counter()
+        session.distributions = distribution_list(self.acceptance)
+        drafts = yield from session.draft(unscored[-1], size)
+        seconds = (perf_counter() - start) / (sequence.cost_model.num_others() + 1)
+        tree = sampled_chain(drafts, session.distributions)
+        scores = yield session.verification(drafts)
+        result = self.acceptance.walk(tree, scores)
+        row = len(result.path)
+        sequence.truncate(position + row)
+        sequence.record(tree, result.path, result.tokens, **session.facts())
+        session.observe(drafts, row, scores)
+        share.observe(tree, result.path, seconds)
+        sequence.emit(
+            result.tokens, scores.sampler_after(row) if sequence.sampler.is_stateful else None
+        )

@@ -15,6 +15,8 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
+from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_files import network_of
 from anydecode.models.exit_heads import ExitHeads
@@ -54,8 +56,7 @@ class _Session(DepthSession):
             else:
                 self.is_last_read = True
                 return drafts
-            token = sequence.sample(sampler, row, position + len(drafts))
-            sampler.advance(token)
+            token = self.sample(sampler, row, position + len(drafts))
             drafts.append(token)
             if len(drafts) == size or sequence.stops_at(token):
                 self.is_last_read = False
@@ -104,8 +105,9 @@ class _Session(DepthSession):
             " task",
             "which layers are checked is not known: by default those after a fifth of them, and"
             " every seventh or eighth part on",
-            "verification samples with the target's own noise instead of comparing argmax tokens or"
-            " the rejection rule",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " the rejection rule is acceptance='rejection'",
+            CHAIN_NOISE,
         ),
         remote={
             "size": Range(1, 64),
@@ -114,6 +116,7 @@ class _Session(DepthSession):
             "first": Range(1, 1024),
             "interval": Range(1, 1024),
             "depth": Range(1, 1024),
+            "acceptance": LOGIT_RULES,
         },
     )
 )
@@ -132,6 +135,8 @@ class SpecBound(SelfSpeculative):
         depth: Layers before the last exit at most (default: three fifths of the model's).
         heads: The file of `anydecode train depth --recipe specbound`, which has a head for each
             exit; None: exits read the model's own norm and head.
+        acceptance: "token-exact", "rejection", "typical" or "top-m", or a rule that reads no hidden
+            states.
     """
 
     def __init__(
@@ -143,8 +148,9 @@ class SpecBound(SelfSpeculative):
         interval: int | None = None,
         depth: int | None = None,
         heads: str | Path | None = None,
+        acceptance: str | Acceptance = "token-exact",
     ) -> None:
-        super().__init__()
+        super().__init__(acceptance)
         counts = [one for one in (size, first, interval, depth) if one is not None]
         if min(counts) < 1 or not 0 <= threshold <= 1 or slope < 0:
             raise InvalidRequestError(

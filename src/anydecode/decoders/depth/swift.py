@@ -12,7 +12,13 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.depth.layer_search import LayerSearch, SkippedSet
+from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_candidates
+from anydecode.decoders.framework.rejection import (
+    ACCEPTANCE_WORDS,
+    TREE_NOISE,
+    acceptance_rule,
+)
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
@@ -26,8 +32,11 @@ GREEDY_WIDTHS, SAMPLING_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
 class LayerSkippingDrafter(Drafter):
     """Drafts with the target without some of its sublayers; see `Swift` for the parameters."""
 
-    def __init__(self, threshold: float, window: int, ratio: float, tree: bool) -> None:
+    def __init__(
+        self, threshold: float, window: int, ratio: float, tree: bool, rule: Acceptance
+    ) -> None:
         self.threshold, self.window, self.ratio, self.has_tree = threshold, window, ratio, tree
+        self.has_distributions = rule.reads_probabilities
         self._searches: dict[int, LayerSearch] = {}
 
     def search(self, num_layers: int) -> LayerSearch:
@@ -99,7 +108,8 @@ class _Session(DraftSession):
 
     def _draft(self, size: int) -> Proposal:
         """Draft a chain, with further tokens at each of its levels."""
-        sequence, tree, parent = self.sequence, TokenTree(), ROOT
+        sequence, tree, parent = self.sequence, TokenTree(kind="wor"), ROOT
+        vocab_size = sequence.kv_cache().pool.model.spec.vocab_size
         sampler, variant = sequence.sampler.fork(), self.search.parts(self.search.best)
         (token,) = sequence.unscored()
         with _branch(sequence) as branch:
@@ -109,6 +119,8 @@ class _Session(DraftSession):
                 candidates = draft_candidates(sequence, sampler, row, sequence.length + depth)
                 if not len(candidates.tokens):
                     break
+                if self.drafter.has_distributions:
+                    tree.probabilities[parent] = candidates.dense(vocab_size)
                 token = int(candidates.tokens[0])
                 weights = np.exp(row - row.max())
                 confidence = float(weights[token] / weights.sum())
@@ -152,8 +164,9 @@ def _branch(sequence: Sequence) -> Iterator[Sequence]:
             " included (AMD EPYC, 2 cores; `anydecode bench depth`, docs/performance.md)",
         ),
         deviations=(
-            "verification samples with the target's own noise instead of comparing argmax tokens or"
-            " the rejection rule",
+            "verification samples with the target's own noise instead of comparing argmax tokens;"
+            " the rejection rule is acceptance='rejection', for siblings drawn without replacement",
+            TREE_NOISE,
             "no set is scored twice on one text, and the best set is scored anew on each text"
             " before others are compared with it; the released code compares scores of different"
             " texts",
@@ -170,6 +183,7 @@ def _branch(sequence: Sequence) -> Iterator[Sequence]:
             "threshold": Range(0, 1),
             "window": Range(1, 512),
             "ratio": Range(0, 1),
+            "acceptance": ACCEPTANCE_WORDS,
         },
     )
 )
@@ -179,6 +193,7 @@ def swift(
     window: int = 32,
     ratio: float = 0.45,
     tree: bool = True,
+    acceptance: str | Acceptance = "token-exact",
 ) -> Speculative:
     """Drafts without a part of the sublayers, which is searched for while generating.
 
@@ -192,10 +207,12 @@ def swift(
         window: The number of a text's first tokens that sets are scored on.
         ratio: The share of sublayers that are left out, without the first and the last layer.
         tree: Whether to verify further tokens at each level of the draft.
+        acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if size < 1 or window < 1 or not 0 < ratio < 1 or not 0 <= threshold <= 1:
         raise InvalidRequestError(
             "swift needs size >= 1, window >= 1, 0 < ratio < 1 and 0 <= threshold <= 1, not"
             f" size={size}, window={window}, ratio={ratio}, threshold={threshold}"
         )
-    return Speculative(LayerSkippingDrafter(threshold, window, ratio, tree), size)
+    rule = acceptance_rule(acceptance)
+    return Speculative(LayerSkippingDrafter(threshold, window, ratio, tree, rule), size, rule)

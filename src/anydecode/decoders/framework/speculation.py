@@ -18,6 +18,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
@@ -195,11 +196,6 @@ class DraftBudget(ABC):
     def size(self, sequence: Sequence) -> int:
         """Maximum number of nodes to draft in the next round; 0 means no draft."""
 
-    def chances(self, tree: TokenTree) -> Seq[float]:
-        """The probability of each node to be accepted, falling, if the pass may leave out those
-        that save no time in it; empty: it has them all. For token-exact acceptance only."""
-        return ()
-
     def observe(self, round: SpeculationRound) -> None:
         """Called after each round."""
 
@@ -212,6 +208,28 @@ class FixedBudget(DraftBudget):
 
     def size(self, sequence: Sequence) -> int:
         return self.num_nodes
+
+
+def draft_share(sequence: Sequence, source: object, acceptance: Acceptance) -> DraftShare:
+    """What a request may draft. Where the text depends on what is drafted, it is what its method
+    says, so that no text depends on the load.
+
+    Args:
+        sequence: The sequence of the request.
+        source: What drafts for it, and for other requests.
+        acceptance: Its acceptance rule.
+    """
+    policy = sequence.draft_policy if isinstance(acceptance, TokenExact) else OWN_DRAFTS
+    return policy.open(sequence, source)
+
+
+def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq[float]]:
+    """A draft with its most probable nodes first, and their probabilities in this order: of rows
+    that may be left out, the last ones are first. No node may be more probable than its parent."""
+    order = sorted(range(len(chances)), key=lambda node: -chances[node])
+    if order == list(range(len(order))):
+        return tree, chances
+    return tree.reordered(order), [chances[node] for node in order]
 
 
 class Speculative(Decoder):
@@ -260,23 +278,41 @@ class Speculative(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         session, budget = self.drafter.open(sequence), self.budget(sequence)
-        while not sequence.finished:
-            start = perf_counter()
-            tree = self._forced(sequence)
-            is_forced = bool(len(tree))
-            if not is_forced:
-                size = budget.size(sequence)
-                if sequence.can_draft():
-                    tree = yield from session.propose(size)
-                tree = self._without_forbidden(sequence, tree)
-            draft_seconds = perf_counter() - start
-            optional = () if is_forced or not self._may_leave_out(tree) else budget.chances(tree)
-            round = yield from verify_tree(
-                sequence, tree, self.acceptance, draft_seconds, optional, session.hidden
-            )
-            if not is_forced:
-                budget.observe(round)
-            session.observe(round)
+        share = draft_share(sequence, self, self.acceptance)
+        try:
+            while not sequence.finished:
+                yield from self._round(sequence, session, budget, share)
+        finally:
+            share.close()
+
+    def _round(
+        self, sequence: Sequence, session: DraftSession, budget: DraftBudget, share: DraftShare
+    ) -> Decoding:
+        start = perf_counter()
+        tree = self._forced(sequence)
+        is_forced = bool(len(tree))
+        optional: Seq[float] = ()
+        may_leave_out = False
+        if not is_forced:
+            size = share.size(budget.size(sequence))
+            if sequence.can_draft():
+                tree = yield from session.propose(size)
+            tree = self._without_forbidden(sequence, tree)
+            may_leave_out = self._may_leave_out(tree)
+            if may_leave_out:
+                tree, optional = by_probability(tree, share.chances(tree))
+        draft_seconds = perf_counter() - start
+        round = yield from verify_tree(
+            sequence, tree, self.acceptance, draft_seconds, optional, session.hidden
+        )
+        if not is_forced:
+            budget.observe(round)
+            seconds = draft_seconds
+            if self.requirements.runners or self.requirements.every_draft:
+                # Passes of a draft model have rows of the other sequences, too.
+                seconds /= sequence.cost_model.num_others() + 1
+            share.observe(round.tree, round.result.path, seconds, not may_leave_out)
+        session.observe(round)
 
     def _may_leave_out(self, tree: TokenTree) -> bool:
         """Whether a pass may leave out the last rows of a tree."""

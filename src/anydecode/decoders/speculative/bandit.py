@@ -15,6 +15,7 @@ from anydecode.catalogue import Card, Nested, Range, Words, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
     Drafter,
@@ -24,13 +25,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.framework.thompson import CONTROLS, Posterior
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    ModelDrafter,
-    distribution_list,
-    draft_chain,
-    sampled_chain,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, ModelDrafter, draft_chain
 from anydecode.decoders.speculative.goodput import chain_drafter
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler

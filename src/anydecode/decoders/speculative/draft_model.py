@@ -10,12 +10,12 @@ import numpy as np
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_token, fit_vocab
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import TARGET, Sequence
-from anydecode.scoring.tree import TokenTree
 
 DRAFT = "draft"
 
@@ -33,19 +33,6 @@ class _Session(DraftSession):
             self.sequence, [], size, self.runner, distributions=distributions
         )
         return sampled_chain(drafts, distributions)
-
-
-def distribution_list(rule: Acceptance | None) -> list[np.ndarray] | None:
-    """An empty list for the distributions of drafts, if the rule compares with them."""
-    return [] if rule is not None and rule.reads_probabilities else None
-
-
-def sampled_chain(drafts: list[int], distributions: list[np.ndarray] | None) -> TokenTree:
-    """The tree of a chain, with the distributions that its tokens were sampled from, if given."""
-    if distributions is None:
-        return TokenTree.chain(drafts)
-    rows = {node - 1: row for node, row in enumerate(distributions[: len(drafts)])}
-    return TokenTree.chain(drafts, probabilities=rows, kind="wor")
 
 
 def draft_chain(

@@ -13,8 +13,10 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import LOGIT_RULES, logit_rule
-from anydecode.decoders.speculative.draft_model import distribution_list, sampled_chain
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
+from anydecode.decoders.framework.speculation import draft_share
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
 
@@ -79,6 +81,13 @@ class Jacobi(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
+        share = draft_share(sequence, self, self.acceptance)
+        try:
+            yield from self._iterate(sequence, share)
+        finally:
+            share.close()
+
+    def _iterate(self, sequence: Sequence, share: DraftShare) -> Decoding:
         iterate: list[int] = []
         rows = distribution_list(self.acceptance)
         end = sequence.length
@@ -88,10 +97,14 @@ class Jacobi(Decoder):
                 pad = sequence.all_tokens[-1] if self.pad is None else self.pad
                 iterate = [pad] * (end - sequence.length - 1)
                 rows = distribution_list(self.acceptance)
-            tree = sampled_chain(iterate[: end - sequence.length - 1], rows)
-            scores = yield sequence.verify(tree)
+            size = share.size(min(len(iterate), end - sequence.length - 1))
+            tree = sampled_chain(iterate[:size], rows)
+            scores = yield sequence.verify(tree, optional=share.chances(tree))
+            tree = tree.first(len(scores) - 1)
             result = self.acceptance.walk(tree, scores)
-            iterate = _next(sequence, scores, len(result.path))
+            share.observe(tree, result.path, 0.0)
+            # Predictions behind the scored ones stay as they are.
+            iterate = _next(sequence, scores, len(result.path)) + iterate[len(scores) :]
             if rows is not None:
                 rows = _distributions(sequence, scores, len(result.path))
             sequence.record(tree, result.path, result.tokens)

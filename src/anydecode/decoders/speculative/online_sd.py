@@ -17,6 +17,7 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -25,7 +26,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_correction import Correction
-from anydecode.decoders.speculative.draft_model import DRAFT, distribution_list, sampled_chain
+from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.rejected_drafts import (
     RejectedDraft,
     WeightUpdates,

@@ -15,13 +15,11 @@ from anydecode.decoders.framework.rejection import (
     RejectionSampling,
     logit_rule,
 )
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    draft_chain,
-    sampled_chain,
-)
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
+from anydecode.decoders.framework.speculation import draft_share, verify_tree
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -105,9 +103,20 @@ class Pearl(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
+        share = draft_share(sequence, self, self.acceptance)
+        try:
+            yield from self._rounds(sequence, share)
+        finally:
+            share.close()
+
+    def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
-            size = self.num_drafts(sequence)
+            size = share.size(self.num_drafts(sequence))
+            if not drafts and not size:  # not worth the draft model's passes
+                plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
+                share.observe(plain.tree, [], 0.0)
+                continue
             if not drafts:
                 sequence.align(DRAFT)
                 rows = distribution_list(self.acceptance)
@@ -125,6 +134,7 @@ class Pearl(Decoder):
             result = self._accept(tree, ahead, ticket.scores)
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, ticket.scores)
+            share.observe(tree, result.path, 0.0)  # drafted while the target ran
             all_accepted = len(result.path) == len(drafts) and result.tokens[-1:] == next_drafts[:1]
             drafts = next_drafts[1:] if all_accepted else []
             rows = next_rows[1:] if next_rows is not None else None

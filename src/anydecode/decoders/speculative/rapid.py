@@ -24,13 +24,9 @@ from anydecode.decoders.framework.rejection import (
     RejectionSampling,
     acceptance_rule,
 )
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    sampled_chain,
-    truncate_to_prefix,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence

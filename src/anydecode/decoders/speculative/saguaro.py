@@ -19,13 +19,11 @@ from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES, logit_rule
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    draft_chain,
-    sampled_chain,
-)
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
+from anydecode.decoders.framework.speculation import draft_share, verify_tree
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wait
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -152,13 +150,27 @@ class Saguaro(Decoder):
         self.discount = discount
 
     def decode(self, sequence: Sequence) -> Decoding:
+        share = draft_share(sequence, self, self.acceptance)
+        try:
+            yield from self._rounds(sequence, share)
+        finally:
+            share.close()
+
+    def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
             is_hit = bool(drafts)
+            size = share.size(self.size)
+            if not size:  # not worth the draft model's passes
+                drafts = []
+                plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
+                share.observe(plain.tree, [], 0.0)
+                continue
             if not drafts:
                 sequence.align(DRAFT)
                 rows = distribution_list(self.acceptance)
                 drafts = yield from self._draft(sequence, rows)
+            drafts = drafts[:size]
             tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
             growing = GrowingTree(sequence)
@@ -169,6 +181,7 @@ class Saguaro(Decoder):
             sequence.record(tree, result.path, result.tokens, hit=is_hit, prepared=sorted(branches))
             sequence.accept(result.path, result.tokens, ticket.scores)
             growing.retain(result.tokens[:-1])
+            share.observe(tree, result.path, 0.0)  # most are drafted while the target runs
             branch = branches.get(_outcome(result))
             drafts = []
             if branch is not None and len(branch.drafts) == self.size:

@@ -3,140 +3,172 @@
 Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput",
 arXiv:2406.14066.
 
-Before a round, a request drafts as many tokens as are expected to save time beside those of the
-others. The drafted rows are optional: when the pass is planned, those of all its requests that save
-time in it are kept (`engine/optional_rows.py`), by the same objective.
+Before a round, a request beside others drafts as many levels as are expected to save time beside
+the drafts of the others. The drafted rows are optional: when the pass is planned, those of all its
+requests that save time in it are kept (`engine/optional_rows.py`), by the same objective. A request
+alone drafts as its method says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from anydecode.catalogue import Card, register
-from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.acceptance import TokenExact
-from anydecode.decoders.framework.speculation import DraftBudget, SpeculationRound, Speculative
 from anydecode.errors import InvalidRequestError
+from anydecode.scoring.draft_policy import DraftedSequence
 from anydecode.scoring.goodput import useful_counts
-from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Acceptance rate of a draft before any was verified.
-FIRST_RATE = 0.6
-#: Weight of a round in the acceptance rate of its request, and in that of all requests, with which
-#: new ones start; and in the seconds per draft.
-OWN_RATE, SHARED_RATE, COST_RATE = 0.1, 0.02, 0.1
+#: Depths, and ranks among siblings, with a rate of their own; later ones have that of the last.
+NUM_DEPTHS, NUM_RANKS = 4, 8
+#: Rates before anything was verified, by rank: none is less than the rate can be, so that every
+#: source is tried, and tried again when its counts have faded. The last one is that of any child.
+FIRST_RATES = np.array([*(0.5**rank for rank in range(NUM_RANKS)), 1.0])
+#: Rounds in which the counts of a request, and those of all requests of its source, fade to 1/e,
+#: and the drafts of the request that count as much as all of its source.
+OWN_ROUNDS, SHARED_ROUNDS, SHARED_WEIGHT = 32, 256, 4
+#: Weight of a round in the averages of the seconds per level, and of the rows of whole drafts.
+COST_RATE = 0.1
+#: Costs are read again after so many uses, and for contexts of so many positions.
+COST_USES, COST_CONTEXT = 16, 64
 
 
-class DraftingRequests:
-    """The requests of one server that draft, and what their drafts have cost.
+def num_levels(tree: TokenTree) -> int:
+    """The depth of the deepest node."""
+    depths = {ROOT: 0}
+    for node, parent in enumerate(tree.parents):
+        depths[node] = depths[parent] + 1
+    return max(depths.values())
+
+
+class AcceptanceCounts:
+    """How often a draft was accepted where the one before it was, by its depth and its rank among
+    its siblings, and by depth how often any child was.
 
     Args:
-        max_drafts: Maximum number of drafts of a request per round.
+        num_rounds: Rounds in which counts fade to 1/e.
     """
 
-    def __init__(self, max_drafts: int) -> None:
-        self.max_drafts = max_drafts
-        self.rate = FIRST_RATE
-        self.running: dict[Sequence, SharedBudget] = {}
-        self.seconds_per_draft = 0.0
-        self._counts: dict[Sequence, int] = {}
-        self._num_uses = 0
+    def __init__(self, num_rounds: int) -> None:
+        self._fading = 1 - 1 / num_rounds
+        self.tested = np.zeros((NUM_DEPTHS, NUM_RANKS + 1))
+        self.accepted = np.zeros_like(self.tested)
 
-    def add(self, sequence: Sequence, budget: SharedBudget) -> None:
-        """Let a request share the budget."""
-        self.running[sequence] = budget
-        self._counts = {}
+    def record(self, tree: TokenTree, path: Seq[int]) -> None:
+        """Add a verified draft, which may be empty."""
+        self.tested *= self._fading
+        self.accepted *= self._fading
+        for depth, node in enumerate([ROOT, *path]):
+            children, row = tree.children(node), min(depth, NUM_DEPTHS - 1)
+            if children:
+                self.tested[row, NUM_RANKS] += 1
+                self.accepted[row, NUM_RANKS] += depth < len(path)
+            for rank, child in enumerate(children):
+                column = min(rank, NUM_RANKS - 1)
+                self.tested[row, column] += 1
+                self.accepted[row, column] += depth < len(path) and child == path[depth]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a request that has ended, or whose decoding stops."""
-        self.running.pop(sequence, None)
-        self._counts = {}
+    def rates(self, first: np.ndarray | None, weight: float) -> np.ndarray:
+        """The rates by depth and rank, float64 `[NUM_DEPTHS, NUM_RANKS + 1]`.
 
-    def count(self, sequence: Sequence) -> int:
-        """The number of drafts of `sequence` with which the next pass over all requests is expected
-        to bring the most tokens per second. Those of all requests are computed once per pass."""
-        if sequence not in self._counts or self._num_uses >= len(self.running):
-            self._counts, self._num_uses = self._useful_counts(sequence), 0
-        self._num_uses += 1
-        return self._counts[sequence]
-
-    def _useful_counts(self, sequence: Sequence) -> dict[Sequence, int]:
-        cost_model, running = sequence.cost_model, list(self.running)
-        # Sequences of other decoders have one row each.
-        num_tokens = max(len(running), cost_model.num_others() + 1)
-        context = sum(one.length for one in running) // len(running)
-
-        def cost(num_drafts: int) -> float:
-            seconds = cost_model.seconds(num_tokens + num_drafts, context)
-            return seconds + self.seconds_per_draft * num_drafts
-
-        rates = [budget.rate for budget in self.running.values()]
-        chances = [[rate**depth for depth in range(1, self.max_drafts + 1)] for rate in rates]
-        return dict(zip(running, useful_counts(chances, num_tokens, cost), strict=True))
-
-    def observe(self, round: SpeculationRound) -> None:
-        """Update the moving average of the seconds per draft."""
-        change = round.draft_seconds / len(round.tree) - self.seconds_per_draft
-        self.seconds_per_draft += COST_RATE * change
-
-
-class SharedBudget(DraftBudget):
-    """The budget of one request: no more than its method's own budget, and than saves time beside
-    the other requests."""
-
-    def __init__(self, requests: DraftingRequests, own: DraftBudget) -> None:
-        self.requests = requests
-        self.own = own
-        self.rate = requests.rate
-
-    def size(self, sequence: Sequence) -> int:
-        return min(self.requests.count(sequence), self.own.size(sequence))
-
-    def chances(self, tree: TokenTree) -> Seq[float]:
-        """Powers of the acceptance rate by depth, shared by siblings. Of rows that may be left out,
-        the last ones are first, so that none counts more than one before it."""
-        paths, found, least = {ROOT: 1.0}, list[float](), 1.0
-        for node, parent in enumerate(tree.parents):
-            paths[node] = paths[parent] * self.rate / len(tree.children(parent))
-            least = min(least, paths[node])
-            found.append(least)
+        Args:
+            first: Rates that count as `weight` drafts each; None: those of the depth before, and
+                `FIRST_RATES`.
+            weight: Their weight.
+        """
+        if first is not None:
+            return (self.accepted + weight * first) / (self.tested + weight)
+        found, before = np.empty_like(self.tested), FIRST_RATES
+        for depth, (tested, accepted) in enumerate(zip(self.tested, self.accepted, strict=True)):
+            found[depth] = before = (accepted + weight * before) / (tested + weight)
         return found
 
-    def observe(self, round: SpeculationRound) -> None:
-        """Update the acceptance rates; rounds without drafts do not count."""
-        self.own.observe(round)
-        if not len(round.tree):
+
+class SourceRates:
+    """What is known of the drafts of one source: how often they are accepted, and the seconds that
+    a level of a draft takes."""
+
+    def __init__(self) -> None:
+        self.counts = AcceptanceCounts(SHARED_ROUNDS)
+        self.seconds_per_level = 0.0
+
+    def rates(self) -> np.ndarray:
+        """As of `AcceptanceCounts`."""
+        return self.counts.rates(None, 1.0)
+
+
+class ServerShare:
+    """The drafts of one request: no more than its method says, and beside other requests no more
+    than saves time."""
+
+    def __init__(
+        self, server: ServerGoodput, sequence: DraftedSequence, source: SourceRates
+    ) -> None:
+        self.server = server
+        self.sequence = sequence
+        self.source = source
+        self.counts = AcceptanceCounts(OWN_ROUNDS)
+        self.is_chain, self.num_levels = True, 0  # of the last draft
+        self.num_whole_rows = 0  # of the last draft, if no pass may leave out rows of it
+        self._rates: np.ndarray | None = None
+
+    @property
+    def rates(self) -> np.ndarray:
+        """The acceptance rates of this request's drafts."""
+        if self._rates is None:
+            self._rates = self.counts.rates(self.source.rates(), SHARED_WEIGHT)
+        return self._rates
+
+    def size(self, own: int) -> int:
+        if not own or not self.sequence.cost_model.num_others():
+            return own
+        count = self.server.count(self)
+        if self.num_whole_rows:
+            return own if 2 * count > self.num_whole_rows else 0
+        return min(own, count) if self.is_chain else own if count else 0
+
+    def levels(self, max_levels: int) -> list[float]:
+        """The probability that each level of a draft has an accepted node, or of a draft that runs
+        whole the expected number of accepted nodes, spread over its rows."""
+        rates = self.rates[:, NUM_RANKS]
+        paths = np.cumprod([rates[min(level, NUM_DEPTHS - 1)] for level in range(max_levels)])
+        if self.num_whole_rows:
+            gain = float(paths[: self.num_levels].sum())
+            return [gain / self.num_whole_rows] * self.num_whole_rows
+        found: list[float] = paths.tolist()
+        return found
+
+    def chances(self, tree: TokenTree) -> Seq[float]:
+        if not self.sequence.cost_model.num_others():
+            return ()
+        rates = self.rates.tolist()
+        depths, ranks, found = {ROOT: 0}, dict[int, int](), list[float]()
+        for node, parent in enumerate(tree.parents):
+            depth, rank = depths[parent], ranks.get(parent, 0)
+            depths[node], ranks[parent] = depth + 1, rank + 1
+            rate = rates[min(depth, NUM_DEPTHS - 1)][min(rank, NUM_RANKS - 1)]
+            found.append(rate if parent == ROOT else rate * found[parent])
+        return found
+
+    def observe(
+        self, tree: TokenTree, path: Seq[int], seconds: float, is_whole: bool = False
+    ) -> None:
+        self._rates = None
+        self.counts.record(tree, path)
+        self.source.counts.record(tree, path)
+        if not len(tree):
             return
-        num_verified = min(len(round.tree), round.num_accepted + 1)
-        rate = round.num_accepted / num_verified
-        self.rate += OWN_RATE * (rate - self.rate)
-        self.requests.rate += SHARED_RATE * (rate - self.requests.rate)
-        self.requests.observe(round)
+        self.is_chain = tree.is_chain
+        self.num_levels = num_levels(tree)
+        self.num_whole_rows = len(tree) if is_whole else 0
+        per_level = seconds / self.num_levels
+        self.source.seconds_per_level += COST_RATE * (per_level - self.source.seconds_per_level)
 
-
-class SharedDrafts(Speculative):
-    """`inner`, whose requests share the budget of `requests`."""
-
-    def __init__(self, inner: Speculative, requests: DraftingRequests) -> None:
-        super().__init__(inner.drafter, inner.size, inner.acceptance)
-        self.inner, self.requests = inner, requests
-        self.requirements = inner.requirements
-
-    def budget(self, sequence: Sequence) -> DraftBudget:
-        budget = SharedBudget(self.requests, self.inner.budget(sequence))
-        self.requests.add(sequence, budget)
-        return budget
-
-    def prepare(self, sequence: Sequence) -> None:
-        self.inner.prepare(sequence)
-
-    def decode(self, sequence: Sequence) -> Decoding:
-        try:
-            yield from super().decode(sequence)
-        finally:
-            self.requests.remove(sequence)
+    def close(self) -> None:
+        self.server.remove(self)
 
 
 @register(
@@ -145,28 +177,35 @@ class SharedDrafts(Speculative):
         "serving",
         paper="Liu et al. 2024, SmartSpec, arXiv:2406.14066",
         exactness="token-exact",
-        use="LLM(drafting='smartspec-server') or anydecode serve --drafting smartspec-server",
+        use="the default; LLM(drafting='fixed') or anydecode serve --drafting fixed: without it",
         summary="The drafts of all requests share one budget, by the goodput of all.",
         deviations=(
             "every request has a draft length of its own (the paper: all have the same, or each its"
             " own), which is an upper bound: a method's own budget may draft less",
-            "when a pass is planned, drafted rows that save no time in it are left out again; a"
-            " node counts with the power of the acceptance rate by its depth, shared by siblings,"
-            " and of a tree the last nodes are left out first",
+            "a request that runs alone drafts as its method says",
+            "when a pass is planned, drafted rows that save no time in it are left out again, the"
+            " least probable ones first",
+            "acceptance rates are by depth and by rank among siblings, of the request and of all"
+            " requests of its method; the paper has one moving average. They begin as if every"
+            " first sibling were accepted, so that each method is tried, and tried again later",
             "costs are measured while the engine runs; the paper profiles them beforehand",
             "methods whose text depends on the drafts (rejection sampling, lossy acceptance) are"
             " not limited, so that no result depends on the load",
-            "`auto`, whose drafted rows share the budget when passes are planned with or without"
-            " this, and methods with a loop of their own (`jacobi`, `layerskip`, `pearl`,"
-            " `saguaro`) are not limited",
+            "drafts whose rows a method needs all (`lookahead`, `ppd`), and those of methods that"
+            " verify in other ways (`pearl`, `saguaro`, early exits), are left out before they are"
+            " made, or not at all",
+            "`auto` has rates of its own, and its rows are planned together with the others",
         ),
     )
 )
 class ServerGoodput:
-    """Wraps the speculative decoders of one server so that their requests share one budget.
+    """Limits the drafts of all requests of one server together.
 
     Args:
-        max_drafts: Maximum number of drafts of a request per round.
+        max_drafts: Maximum number of levels of a draft beside other requests.
+
+    Raises:
+        InvalidRequestError: `max_drafts` is less than 1.
     """
 
     def __init__(self, max_drafts: int = 8) -> None:
@@ -174,12 +213,58 @@ class ServerGoodput:
             raise InvalidRequestError(
                 f"max_drafts is {max_drafts}; smartspec-server needs 1 or more"
             )
-        self.requests = DraftingRequests(max_drafts)
+        self.max_drafts = max_drafts
+        self.running: dict[ServerShare, None] = {}
+        self._sources: WeakKeyDictionary[object, SourceRates] = WeakKeyDictionary()
+        self._counts: dict[ServerShare, int] = {}
+        self._num_uses = 0
+        self._costs: dict[tuple[int, int], float] = {}
+        self._num_cost_uses = 0
 
-    def over(self, decoder: Decoder) -> Decoder:
-        """`decoder` with the shared budget, or `decoder` itself if it has no draft budget."""
-        if not isinstance(decoder, Speculative) or type(decoder.acceptance) is not TokenExact:
-            return decoder
-        if type(decoder).decode is not Speculative.decode:
-            return decoder
-        return SharedDrafts(decoder, self.requests)
+    def open(self, sequence: DraftedSequence, source: object) -> ServerShare:
+        """See `DraftPolicy`."""
+        if not self.running:
+            self._costs.clear()
+        share = ServerShare(self, sequence, self._sources.setdefault(source, SourceRates()))
+        self.running[share] = None
+        self._counts = {}
+        return share
+
+    def remove(self, share: ServerShare) -> None:
+        """Take out a request that has ended, or whose decoding stops."""
+        self.running.pop(share, None)
+        self._counts = {}
+
+    def count(self, share: ServerShare) -> int:
+        """The number of levels (of a draft that runs whole: of rows) of a request's draft with
+        which the next pass over all requests is expected to bring the most tokens per second. Those
+        of all requests are computed once per pass."""
+        if share not in self._counts or self._num_uses >= len(self.running):
+            self._counts, self._num_uses = self._useful_counts(share.sequence), 0
+        self._num_uses += 1
+        return self._counts[share]
+
+    def _useful_counts(self, sequence: DraftedSequence) -> dict[ServerShare, int]:
+        running = list(self.running)
+        # Sequences of other decoders have one row each.
+        num_tokens = max(len(running), sequence.cost_model.num_others() + 1)
+        context = sum(share.sequence.length for share in running) // len(running) // COST_CONTEXT
+        if not self._num_cost_uses:
+            self._costs.clear()
+        self._num_cost_uses = (self._num_cost_uses + 1) % COST_USES
+
+        def cost(num_drafts: int) -> float:
+            key = num_tokens + num_drafts, context
+            if key not in self._costs:
+                positions = context * COST_CONTEXT + COST_CONTEXT // 2
+                self._costs[key] = sequence.cost_model.seconds(key[0], positions)
+            return self._costs[key]
+
+        rate = num_tokens / cost(0)
+        chances = []
+        for share in running:
+            # Drafting takes the time in which others would get so many tokens.
+            drafting = share.source.seconds_per_level * rate
+            levels = [one - drafting for one in share.levels(self.max_drafts)]
+            chances.append([one for one in levels if one > 0])
+        return dict(zip(running, useful_counts(chances, num_tokens, cost), strict=True))

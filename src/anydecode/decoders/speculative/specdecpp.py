@@ -20,6 +20,7 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.draft_candidates import draft_distribution
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
+from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
@@ -28,12 +29,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.acceptance_head import AcceptanceHead, OnlineHead
-from anydecode.decoders.speculative.draft_model import (
-    DRAFT,
-    distribution_list,
-    draft_chain,
-    sampled_chain,
-)
+from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.models.acceptance_head import AcceptanceWeights
 from anydecode.models.exit_files import network_of
