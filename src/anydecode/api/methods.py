@@ -51,9 +51,10 @@ class Methods:
         with self._lock:
             found = self._decoders.pop(key, None)
             if found is None:
-                found = build_decoder(choice)
-                if not isinstance(found, Decoder):
-                    return found
+                built = build_decoder(choice)
+                if not isinstance(built, Decoder):
+                    return built
+                found = built
             self._decoders[key] = found  # the most recently used is the last
             num_bytes = self._learned_bytes()
             while self._decoders and (

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -24,7 +24,10 @@ from anydecode.scoring.tree import TokenTree
 KEY = "smartspec-server"
 _TEXT: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 #: Numbers of accepted drafts of chains of 4, of requests of two sources, in turn.
-_HISTORY = {"a": ((4, 4, 2, 4, 3), (1, 0, 2)), "b": ((0, 0, 0, 1),)}
+_HISTORY: dict[str, list[tuple[int, ...]]] = {
+    "a": [(4, 4, 2, 4, 3), (1, 0, 2)],
+    "b": [(0, 0, 0, 1)],
+}
 
 
 @oracle_test("smartspec-server")
@@ -32,7 +35,7 @@ def smartspec_server() -> Iterator[Check]:
     """A pass costs 1 + `slope` * rows. The drafts of three requests, whose acceptance rates follow
     from earlier rounds, are those of the most tokens per cost over all choices."""
     for slope, with_others in ((0.02, 2), (0.1, 2), (0.3, 2), (0.1, 11)):
-        costs = FixedCosts(lambda rows, context, slope=slope: 1 + slope * rows, with_others)
+        costs = _costs(slope, with_others)
         shares = _observed(ServerGoodput(max_drafts=6), costs)
         expected = _best(slope, with_others + 1)
         found = [share.size(20) for share in shares]
@@ -55,6 +58,11 @@ def smartspec_server() -> Iterator[Check]:
     yield from _texts()
 
 
+def _costs(slope: float, others: int) -> FixedCosts:
+    """A pass costs 1 + `slope` * rows."""
+    return FixedCosts(lambda rows, context: 1 + slope * rows, others)
+
+
 def _observed(server: ServerGoodput, costs: FixedCosts) -> list[ServerShare]:
     """The shares of three requests of two sources that have had the rounds of `_HISTORY`."""
     with scripted_llm() as llm:
@@ -65,7 +73,7 @@ def _observed(server: ServerGoodput, costs: FixedCosts) -> list[ServerShare]:
                 sequence = llm.request("abcabc", max_tokens=20).jobs[0].sequence
                 sequence.cost_model = costs
                 shares.append(server.open(sequence, sources[name]))
-    histories = [one for of_source in _HISTORY.values() for one in of_source]
+    histories = [*chain.from_iterable(_HISTORY.values())]
     for turn in range(max(map(len, histories))):
         for share, history in zip(shares, histories, strict=True):
             if turn < len(history):
@@ -124,10 +132,10 @@ def _chances() -> Iterator[Check]:
     costs = FixedCosts(lambda rows, context: 1.0, 3)
     first, second, third, fourth = _all_rates()[1]
     share = _observed(ServerGoodput(), costs)[1]
-    chain = [first, first * second, first * second * third, first * second * third * fourth]
-    chain.append(chain[-1] * fourth)
+    paths = [first, first * second, first * second * third, first * second * third * fourth]
+    paths.append(paths[-1] * fourth)
     for tree, expected in (
-        (TokenTree.chain([1, 2, 3, 4, 5]), chain),
+        (TokenTree.chain([1, 2, 3, 4, 5]), paths),
         (
             TokenTree([1, 2, 3, 4, 5], [-1, -1, 0, 0, -1]),
             [first, 0.5, first * second, first / 2, 0.25],
@@ -158,7 +166,7 @@ def _trees() -> Iterator[Check]:
         (True, 0.4, [2], 0),
         (False, 0.4, [2], 20),
     ):
-        costs = FixedCosts(lambda rows, context, slope=slope: 1 + slope * rows, 1)
+        costs = _costs(slope, 1)
         share = _observed(ServerGoodput(), costs)[0]
         for _ in range(200):
             share.observe(tree, path, 0.0, is_whole)
@@ -169,7 +177,7 @@ def _trees() -> Iterator[Check]:
 
 def _trials() -> Iterator[Check]:
     """Drafts that were never accepted are left out, and tried again after a while."""
-    costs = FixedCosts(lambda rows, context: 1 + 0.1 * rows, 3)
+    costs = _costs(0.1, 3)
     share = _observed(ServerGoodput(), costs)[0]
     sizes = []
     for _ in range(1500):
