@@ -30,10 +30,8 @@ FIRST_RATES = np.array([*(0.5**rank for rank in range(NUM_RANKS)), 1.0])
 #: Rounds in which the counts of a request, and those of all requests of its source, fade to 1/e,
 #: and the drafts of the request that count as much as all of its source.
 OWN_ROUNDS, SHARED_ROUNDS, SHARED_WEIGHT = 32, 256, 4
-#: Weight of a round in the averages of the seconds per level, and of the rows of whole drafts.
+#: Weight of a round in the average of the seconds per level.
 COST_RATE = 0.1
-#: Costs are read again after so many uses, and for contexts of so many positions.
-COST_USES, COST_CONTEXT = 16, 64
 
 
 def num_levels(tree: TokenTree) -> int:
@@ -218,13 +216,9 @@ class ServerGoodput:
         self._sources: WeakKeyDictionary[object, SourceRates] = WeakKeyDictionary()
         self._counts: dict[ServerShare, int] = {}
         self._num_uses = 0
-        self._costs: dict[tuple[int, int], float] = {}
-        self._num_cost_uses = 0
 
     def open(self, sequence: DraftedSequence, source: object) -> ServerShare:
         """See `DraftPolicy`."""
-        if not self.running:
-            self._costs.clear()
         share = ServerShare(self, sequence, self._sources.setdefault(source, SourceRates()))
         self.running[share] = None
         self._counts = {}
@@ -248,23 +242,16 @@ class ServerGoodput:
         running = list(self.running)
         # Sequences of other decoders have one row each.
         num_tokens = max(len(running), sequence.cost_model.num_others() + 1)
-        context = sum(share.sequence.length for share in running) // len(running) // COST_CONTEXT
-        if not self._num_cost_uses:
-            self._costs.clear()
-        self._num_cost_uses = (self._num_cost_uses + 1) % COST_USES
-
-        def cost(num_drafts: int) -> float:
-            key = num_tokens + num_drafts, context
-            if key not in self._costs:
-                positions = context * COST_CONTEXT + COST_CONTEXT // 2
-                self._costs[key] = sequence.cost_model.seconds(key[0], positions)
-            return self._costs[key]
-
-        rate = num_tokens / cost(0)
+        context = sum(share.sequence.length for share in running) // len(running)
+        levels = [share.levels(self.max_drafts) for share in running]
+        max_rows = max(self.max_drafts, *map(len, levels)) * len(running)
+        costs = sequence.cost_model.pass_seconds(num_tokens, max_rows, context)
+        rate = num_tokens / costs[0]
         chances = []
-        for share in running:
+        for share, found in zip(running, levels, strict=True):
             # Drafting takes the time in which others would get so many tokens.
             drafting = share.source.seconds_per_level * rate
-            levels = [one - drafting for one in share.levels(self.max_drafts)]
-            chances.append([one for one in levels if one > 0])
-        return dict(zip(running, useful_counts(chances, num_tokens, cost), strict=True))
+            chances.append([one - drafting for one in found if one > drafting])
+        return dict(
+            zip(running, useful_counts(chances, num_tokens, costs.__getitem__), strict=True)
+        )
