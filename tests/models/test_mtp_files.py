@@ -83,7 +83,17 @@ MIMO_V2: dict[str, Any] = {
 _MIMO_V2_LAYOUT = (
     "model.mtp.layers.0.", "model.mtp.layers.0.", "enorm", "hnorm", "eh_proj", "final_layernorm",
 )  # fmt: skip
-LAYOUTS = {**MTP_LAYOUTS, "mimo v2": _MIMO_V2_LAYOUT, "mimo v2.5": _MIMO_V2_LAYOUT}
+LAYOUTS = {
+    **MTP_LAYOUTS,
+    "mimo v2": _MIMO_V2_LAYOUT,
+    "mimo v2.5": _MIMO_V2_LAYOUT,
+    "longcat": (
+        "model.mtp.layers.0.", "model.mtp.", "layers.0.enorm.m", "layers.0.hnorm.m",
+        "layers.0.eh_proj", "norm",
+    ),
+}  # fmt: skip
+#: The classes of modules whose layers are not those of their models.
+MODULES = {"longcat": "DeepseekV3"}
 #: The class, the settings, those of a model of one layer like the module's, and the layout.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "deepseek v3": (
@@ -132,6 +142,24 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
         "mimo v2",
     ),
+    "longcat flash": (
+        "LongcatFlash",
+        {
+            **LATENT_SIZES,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "num_layers": 2,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+            "n_routed_experts": 6,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "expert_ffn_hidden_size": 24,
+        },
+        {"first_k_dense_replace": 1, "num_layers": None},
+        "longcat",
+    ),
     "mimo v2.5": (
         "MiMoV2Flash",
         {**MIMO_V2, "num_key_value_heads": 2},
@@ -149,6 +177,7 @@ class _Reference:
 
         family, settings, own, self.layout = CASES[case]
         self.target = hf_model(family, **settings)
+        family = MODULES.get(self.layout, family)
         self.module = hf_model(family, 1, **{**settings, **own, "num_hidden_layers": 1})
         norm, size = self.module.model.norm, self.target.config.hidden_size
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
@@ -174,6 +203,10 @@ class _Reference:
             if name.startswith("model.layers.0."):
                 if self.layout in ("mimo v2", "mimo v2.5"):
                     name = name.replace("post_attention_layernorm", "pre_mlp_layernorm")
+                if self.layout == "longcat":
+                    name = name.replace(".mlp.", ".transformer_layer.mlp.")
+                    if name.endswith("_a_layernorm.weight"):  # whose factors are the model's
+                        value = value / (self.target.config.hidden_size / len(value)) ** 0.5
                 tensors[layer + name.removeprefix("model.layers.0.")] = value.numpy()
         parts = [*(one.weight for one in self.norms), self.projection.weight]
         for name, weight in zip([*norms, projection], parts, strict=True):

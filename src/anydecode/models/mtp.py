@@ -2,7 +2,8 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and
-GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, and of speculators.
+GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash,
+and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
@@ -57,6 +58,7 @@ class _Layout:
         module: The prefix of the others, whose names follow.
         state_first: Whether the projection reads the state before the embedding.
         mlp_norm: The norm of the MLP's inputs.
+        mlp: The layer's MLP.
         is_windowed: Whether the layer has a window and no experts, which the config of the model
             does not say.
     """
@@ -69,6 +71,7 @@ class _Layout:
     norm: str = "shared_head.norm"
     state_first: bool = False
     mlp_norm: str = _MLP_NORM
+    mlp: str = "mlp"
     is_windowed: bool = False
 
 
@@ -86,7 +89,8 @@ def is_mtp(checkpoint: Checkpoint) -> bool:
 def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
     """The module of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        if target.spec.num_streams > 1:  # a memory is no part of the last states
+            check_target(target)
         return _Mtp(checkpoint, target, dtype).read()
 
 
@@ -98,7 +102,11 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         if f"{prefix}input_proj.weight" in names:
             norms = ("token_layernorm", "hidden_layernorm")
             return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
-    prefix = "model.mtp.layers.0."
+    prefix, own = "model.mtp.layers.0.", "layers.0."
+    if f"{prefix}enorm.m.weight" in names:
+        norms = (f"{own}enorm.m", f"{own}hnorm.m")
+        mlp = "transformer_layer.mlp"
+        return _Layout(prefix, "model.mtp.", *norms, f"{own}eh_proj", "norm", mlp=mlp)
     if f"{prefix}eh_proj.weight" in names:
         norm, mlp_norm = "final_layernorm", "pre_mlp_layernorm"
         return _Layout(prefix, prefix, norm=norm, mlp_norm=mlp_norm, is_windowed=True)
@@ -115,6 +123,7 @@ class _Tensors(Mapping[str, "np.ndarray | Weight"]):
         layer = f"model.layers.{index}."
         self._prefixes = {
             f"{layer}{_MLP_NORM}.": f"{layout.layer}{layout.mlp_norm}.",
+            f"{layer}mlp.": f"{layout.layer}{layout.mlp}.",
             layer: layout.layer,
             _MODULE: layout.module,
         }
@@ -223,7 +232,8 @@ class _Mtp:
         return replace(
             self.whole,
             architecture="MTP",
-            layers=(self.whole.layers[self.index],),
+            layers=(replace(self.whole.layers[self.index], memory=None),),
+            memory_size=0,
             states=StateSpec((), target.hidden_size, has_norms=True, feeds_normed=True),
             max_positions=target.max_positions,
         )

@@ -107,7 +107,7 @@ class DraftStates:
 
     def _put(self, position: int, rows: np.ndarray) -> None:
         kept = position - self._first
-        if not 0 <= kept <= len(self._target):
+        if not 0 < kept <= len(self._target):
             self._first, self._target = position, rows
         else:
             self._target = np.concatenate([self._target[:kept], rows])
