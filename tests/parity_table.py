@@ -27,7 +27,7 @@ OTHER_REFERENCES = {
     "kimi_k2": "DeepSeek-V3 of `transformers`",
     "nemotron-nas": "Llama of `transformers`",
     **dict.fromkeys(
-        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"),
+        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
         "Llama of `transformers`",
     ),
     "baichuan": "Llama of `transformers`, 2 settings; a forward pass in numpy, 2 settings",
@@ -49,7 +49,10 @@ SAME_AS = {
     "cohere2_moe_rms": "cohere2_moe",
     "step3p5": "laguna",
     "kimi_k2": "deepseek_v3",
-    **dict.fromkeys(("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"), "llama"),
+    **dict.fromkeys(
+        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
+        "llama",
+    ),
     "qwen": "qwen2",
     "chatglm": "glm",
     "orion": "stablelm",

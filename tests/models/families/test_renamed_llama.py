@@ -289,6 +289,11 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
         "Llama",
         {"attention_bias": True},
     ),
+    "pangu-embedded": (
+        same_names("PanguEmbedded", "PanguEmbeddedForCausalLM", bias=True),
+        "Llama",
+        {"attention_bias": True},
+    ),
     "internlm without biases": (
         same_names("internlm", "InternLMForCausalLM", bias=False, rotary={"base": 500.0}),
         "Llama",
@@ -353,6 +358,7 @@ def test_logits_and_greedy_tokens_match(name: str, tmp_path: Path) -> None:
         ("internlm2", {"rope_theta": 1e4}),
         ("internlm", {"rotary": {"base": 1e4, "type": "origin"}}),
         ("orion", {"rms_norm_eps": 0.5}),
+        ("pangu-embedded", {"rope_theta": 1e4}),
         ("baichuan", {"max_position_embeddings": None}),  # linear biases
         ("qwen", {"layer_norm_epsilon": 1.0}),
         ("qwen", {"rotary_emb_base": 1e4}),
@@ -421,6 +427,7 @@ def test_qwen_opens_with_the_context_that_it_was_trained_for(tmp_path: Path) -> 
 #: of interleaved pairs.
 FILES: dict[str, tuple[dict[str, Any], bool]] = {
     "xverse": ({"rope.dimension_count": 12}, True),
+    "pangu-embedded": ({"rope.dimension_count": 12}, False),
     "orion": ({"attention.layer_norm_rms_epsilon": None}, False),
     "baichuan": ({"rope.freq_base": 1e4, "rope.dimension_count": 12}, True),
     "qwen": (

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "granite_swa": ("granite_swa", "GraniteSWAForCausalLM"),
     "baichuan": ("baichuan", "BaichuanForCausalLM"),
     "orion": ("orion", "OrionForCausalLM"),
+    "pangu-embedded": ("pangu-embedded", "PanguEmbeddedForCausalLM"),
     "xverse": ("xverse", "XverseForCausalLM"),
     "qwen": ("qwen", "QWenLMHeadModel"),
     "dbrx": ("dbrx", "DbrxForCausalLM"),
