@@ -1,4 +1,5 @@
-"""Assigns buffers to a program's values, and barriers where a thread reads what another wrote."""
+"""Orders a program's steps, and assigns buffers to its values, and barriers where a thread reads
+what another wrote."""
 
 from __future__ import annotations
 
@@ -22,6 +23,56 @@ _IN_PLACE = frozenset(
         *(Code.MULTIPLY, Code.CUT_OFF, Code.MATCH_MAGNITUDE),
     }
 )
+# Ops that share memory outside the workspace: the states of split attention, and the scores and
+# tables of selected positions.
+_OF_ATTENTION = frozenset({Code.ATTEND, Code.MERGE, Code.INDEX, Code.SELECT})
+
+
+def _uses(step: Step) -> list[tuple[Value | str, bool]]:
+    """The values and other memory that a step accesses, and whether it writes them."""
+    uses: list[tuple[Value | str, bool]] = [(value, False) for value in step.inputs]
+    uses += [(value, True) for value in (step.output, step.scratch) if value is not None]
+    if step.cache:
+        uses.append(("cache", step.cache == "write"))
+    if step.code in _OF_ATTENTION:
+        uses.append(("attention", True))
+    return uses
+
+
+def _stages(steps: Sequence[Step], *, in_order: bool) -> list[int]:
+    """The first stage in which each step can run, after the steps before it that it depends on.
+
+    A stage ends where a thread needs what another has computed. `in_order`: no step runs in a stage
+    before that of an earlier step.
+    """
+    stages: list[int] = []
+    # By value or buffer: the last stages of steps that work by row and of others, first those that
+    # read it, then those that write it.
+    accessed: dict[Value | str | int, list[list[int]]] = {}
+    for step in steps:
+        is_by_row, stage = step.code in _BY_ROW, stages[-1] if in_order and stages else 0
+        found = []
+        for use, is_write in _uses(step):
+            key: Value | str | int = use
+            if isinstance(use, Value) and use.offset is not None and use.offset < 0:
+                key = use.offset
+            before = accessed.setdefault(key, [[-1, -1], [-1, -1]])
+            found.append(before[is_write])
+            for by_row, other in before if is_write else before[1:]:
+                stage = max(stage, by_row + (not is_by_row), other + 1)
+        for last in found:
+            last[not is_by_row] = max(last[not is_by_row], stage)
+        stages.append(stage)
+    return stages
+
+
+def arrange(steps: Sequence[Step]) -> list[Step]:
+    """The steps in an order that needs the fewest stages: each in the first one that it can run in.
+
+    Keys and values, for example, are computed beside the queries, not after their rotation.
+    """
+    stages = _stages(steps, in_order=False)
+    return [steps[i] for i in sorted(range(len(steps)), key=stages.__getitem__)]
 
 
 def _last_uses(steps: Sequence[Step]) -> dict[Value, int]:
@@ -60,34 +111,45 @@ class _Workspace:
         self._free = merged
 
 
-def assign_offsets(steps: list[Step], result: Value, target: int, reserved: int) -> int:
-    """Assign a buffer to every value, and `target` to `result`; return the floats per row in use.
-
-    The first `reserved` floats per row are in use already. Values that have an offset keep it.
-    """
-    _assign_result(steps, result, target, _last_uses(steps))
-    return place(steps, reserved)
-
-
 def place(steps: Sequence[Step], reserved: int) -> int:
     """Assign a buffer to every value that has none; return the floats per row in use, of which the
-    first `reserved` are in use already."""
-    last = _last_uses(steps)
-    workspace = _Workspace()
+    first `reserved` are in use already.
+
+    A buffer is used again from the next stage on: within a stage another thread may still read it.
+    """
+    last, stages = _last_uses(steps), _stages(steps, in_order=True)
+    workspace, ended = _Workspace(), list[tuple[int, int]]()
     for index, step in enumerate(steps):
+        if index and stages[index] > stages[index - 1]:
+            for offset, width in ended:
+                workspace.free(offset - reserved, width)
+            ended = []
+        if _can_overwrite(step, reserved) and last[step.inputs[0]] == index:
+            assert step.output is not None
+            step.output.offset = step.inputs[0].offset
         for value in (step.output, step.scratch):
             if value is not None and value.offset is None:
                 value.offset = reserved + workspace.allocate(value.width)
-        for value in {*step.inputs, step.output, step.scratch}:
-            if value is None or last.get(value) != index or value.offset is None:
-                continue
-            if value.offset >= reserved:
-                workspace.free(value.offset - reserved, value.width)
+        used = {v for v in (*step.inputs, step.output, step.scratch) if v is not None}
+        kept = {value.offset for value in used if last[value] > index}
+        for start, width in {(v.offset, v.width) for v in used if v.offset not in kept}:
+            if start is not None and start >= reserved:
+                ended.append((start, width))
     return reserved + workspace.size
 
 
-def _assign_result(steps: list[Step], result: Value, target: int, last: dict[Value, int]) -> None:
-    """Let the step that computes `result` write to `target`, or append a copy to it."""
+def _can_overwrite(step: Step, reserved: int) -> bool:
+    """Whether a step's output may have the buffer of its first input, if this is not read later."""
+    if step.code not in _IN_PLACE or step.output is None or step.output.offset is not None:
+        return False
+    value = step.inputs[0]
+    is_own = value.offset is not None and value.offset >= reserved
+    return is_own and value.width == step.output.width
+
+
+def assign_result(steps: list[Step], result: Value, target: int) -> None:
+    """Let the step that computes `result` write to the buffer `target`, or append a copy to it."""
+    last = _last_uses(steps)
     producer = next(
         (s for s in reversed(steps) if s.output is result and s.code != Code.LORA), None
     )
@@ -102,6 +164,9 @@ def _assign_result(steps: list[Step], result: Value, target: int, last: dict[Val
     steps.append(Step(Code.COPY, (result,), Value(result.width, target), fields))
 
 
+_OTHER_MEMORY = {"cache": -9, "attention": -8}
+
+
 @dataclass
 class _Access:
     offset: int
@@ -112,12 +177,12 @@ class _Access:
 
 def _accesses(step: Step) -> list[_Access]:
     is_by_row = step.code in _BY_ROW
-    accesses = [_Access(v.offset or 0, v.width, is_by_row, False) for v in step.inputs]
-    for value in (step.output, step.scratch):
-        if value is not None:
-            accesses.append(_Access(value.offset or 0, value.width, is_by_row, True))
-    if step.cache:
-        accesses.append(_Access(-9, 1, is_by_row, step.cache == "write"))
+    accesses = []
+    for use, is_write in _uses(step):
+        if isinstance(use, Value):
+            accesses.append(_Access(use.offset or 0, use.width, is_by_row, is_write))
+        else:
+            accesses.append(_Access(_OTHER_MEMORY[use], 1, is_by_row, is_write))
     return accesses
 
 

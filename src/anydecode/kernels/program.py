@@ -33,7 +33,7 @@ from anydecode.kernels.library import Recurrence as RecurrenceStruct
 from anydecode.kernels.library import Routing as RoutingStruct
 from anydecode.kernels.mapped import address_of
 from anydecode.kernels.packing import FLOAT_FORMATS, Packer, float_vector
-from anydecode.kernels.placement import assign_offsets, place, to_ops
+from anydecode.kernels.placement import arrange, assign_result, place, to_ops
 from anydecode.kernels.steps import LOGITS, STREAM, Code, Step, Value
 
 _ACTIVATIONS = {
@@ -570,12 +570,16 @@ def record(
     steps, starts = list(prologue), []
     for index, (layer_steps, result) in enumerate(layers):
         starts.append(len(steps))
-        body = max(body, assign_offsets(layer_steps, result, STREAM, reserved))
+        layer_steps = arrange(layer_steps)
+        assign_result(layer_steps, result, STREAM)
         steps += [_capture(index, width), *layer_steps]
     starts.append(len(steps))
     steps.append(_capture(num_layers, width))
-    head_floats = assign_offsets(backend.steps, logits, LOGITS, 0)
-    ops = to_ops(steps) + to_ops(backend.steps)
+    body = max(body, place(steps[len(prologue) :], reserved))
+    head_steps = arrange(backend.steps)
+    assign_result(head_steps, logits, LOGITS)
+    head_floats = place(head_steps, 0)
+    ops = to_ops(steps) + to_ops(head_steps)
     array = (Op * len(ops))(*ops)
     return Program(
         array, len(ops), len(prologue), starts, len(steps), body, head_floats, backend.shapes,

@@ -278,6 +278,7 @@ static void run(const Plan *plan, int number, int part, int thread) {
     int parts = plan->parts[number];
     if (s.op->code == OP_LINEAR) parts = linear_parts(s.op->matrix, s.n, plan->threads);
     if (s.op->code == OP_GROUPED_LINEAR) parts = grouped_parts(s.op, s.n, plan->threads);
+    if (s.op->code == OP_ATTEND) parts = attention_parts(plan, s.op);
     if (s.op->code == OP_SCAN) parts = s.op->recurrence->heads;
     if (s.op->code == OP_INDEX) parts = index_parts(plan, s.op);
     if (part < parts) {

@@ -171,18 +171,6 @@ static int plan_selections(Plan *plan) {
   return 1;
 }
 
-static int attention_parts(const Plan *plan, const Op *op) {
-  plan = attention_plan(plan, op);
-  if (!is_split(plan, op)) return plan->num_tiles * op->kv_heads;
-  int parts = 0;
-  for (int tile = 0; tile < plan->num_tiles; tile++) {
-    int first, last;
-    tile_segments(plan, op, tile, &first, &last);
-    parts += (last - first) * op->kv_heads;
-  }
-  return parts;
-}
-
 static int64_t state_floats(const Plan *plan, const Op *op) {
   plan = attention_plan(plan, op);
   if (!is_split(plan, op)) return 0;

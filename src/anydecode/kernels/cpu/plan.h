@@ -117,6 +117,19 @@ INLINE int is_split(const Plan *plan, const Op *op) {
   return plan->threads > 1 && plan->num_tiles * op->kv_heads < 2 * plan->threads;
 }
 
+/* Parts of OP_ATTEND. */
+INLINE int attention_parts(const Plan *plan, const Op *op) {
+  plan = attention_plan(plan, op);
+  if (!is_split(plan, op)) return plan->num_tiles * op->kv_heads;
+  int parts = 0;
+  for (int tile = 0; tile < plan->num_tiles; tile++) {
+    int first, last;
+    tile_segments(plan, op, tile, &first, &last);
+    parts += (last - first) * op->kv_heads;
+  }
+  return parts;
+}
+
 /* Query heads of one part's state in split attention. */
 INLINE int state_heads(const Plan *plan, const Op *op) {
   return plan->tile_rows * (op->heads / op->kv_heads);
