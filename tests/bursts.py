@@ -82,6 +82,9 @@ class _Copies:
             history.extend(text.tokens.tolist())
             self.cursors.append(MatchCursor(history))
             self.cursors[-1].position, self.cursors[-1].length = text.position, text.match
+        for cursor in self.cursors:
+            if cursor.length < NGRAM_SIZES[0]:
+                cursor.search(self.cursors[0].history.tokens)
 
     def _chance(self, index: int, depth: int = 0) -> float:
         length = self.cursors[index].length
@@ -157,6 +160,9 @@ def drafts_by_rule(
         cursors.append(MatchCursor(history))
         cursors[-1].position, cursors[-1].length = text.position, text.match
     own, costs = cursors[0].history, drafts.costs.tolist()
+    for cursor in cursors:
+        if cursor.length < sizes[0]:
+            cursor.search(own.tokens)
     can_draft, num_due = drafter is not None and len(drafter.tokens) > 0, 0
     if drafter is not None:
         num_due = drafter.num_due

@@ -687,7 +687,8 @@ class BurstDrafts:
 
     Attributes:
         texts: The texts; the first is the one that generation continues, whose array has room for
-            the sampled tokens. Empty beside other sequences: nothing is drafted for this one.
+            the sampled tokens. Longer matches than those given are searched for at first. Empty
+            beside other sequences: nothing is drafted for this one.
         costs: Seconds of a pass with 0, 1, ... drafts of all its sequences, float64 `[1 to
             MAX_BURST_DRAFTS + 1]`.
         min_gain: The least gain of drafts over a pass without any, as a factor.

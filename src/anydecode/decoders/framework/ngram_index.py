@@ -1,6 +1,7 @@
 """An n-gram index of a growing token sequence: finds an earlier occurrence of the last tokens.
 
-It costs well below a microsecond per token, so it can be kept even when nothing is drafted from it.
+It costs well below a microsecond per token, and nothing before the first search, so it can be kept
+even when nothing is drafted from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SEPARATOR = -1
 class NgramIndex:
     """A growing token sequence, and where each of its n-grams ended last.
 
-    An n-gram is indexed once a token follows it.
+    An n-gram is indexed once a token follows it; those of `extend`, at the next search.
 
     Args:
         sizes: The n-gram sizes.
@@ -30,6 +31,7 @@ class NgramIndex:
         self.tokens: list[int] = []
         self._array, self._num_copied = np.empty(0, np.int32), 0
         self._keep_first = keep_first
+        self._num_indexed = 0  # tokens before which all n-grams are in the tables
         # By size: the function that returns the n-gram at the end of a text, and the ends.
         self._tables: list[tuple[int, itemgetter[Any], dict[Any, int]]] = [
             (size, itemgetter(*range(-size, 0)), {}) for size in sorted(sizes)
@@ -53,6 +55,9 @@ class NgramIndex:
         """Append one token."""
         tokens = self.tokens
         end = len(tokens)
+        if self._num_indexed < end:
+            self._index()
+        self._num_indexed = end + 1
         try:
             if self._keep_first:
                 for _, last_ngram, ends in self._tables:
@@ -66,8 +71,12 @@ class NgramIndex:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens`."""
-        text, start = self.tokens, len(self.tokens)
-        text.extend(tokens)
+        self.tokens.extend(tokens)
+
+    def _index(self) -> None:
+        """Index the n-grams before the tokens of `extend`."""
+        text, start = self.tokens, self._num_indexed
+        self._num_indexed = len(text)
         for size, _, ends in self._tables:
             first = max(start, size)
             if first >= len(text):
@@ -89,6 +98,8 @@ class NgramIndex:
                 n-grams occurs.
         """
         end = length = 0
+        if self._num_indexed < len(self.tokens):
+            self._index()
         try:
             for size, last_ngram, ends in self._tables:
                 found = ends.get(last_ngram(text))

@@ -161,8 +161,10 @@ class _Session:
         self._shared_gain = decoder.shared_gain  # seconds that drafts save in a burst in company
         self._num_to_skip, self._num_skipped = 0, 1  # bursts in company without drafts
         self._has_skipped = False  # such a burst since the text was read
-        self._shared_costs: tuple[float, ...] = ()  # of passes in company
-        self._min_shared = 0.0  # the least probability of a draft that saves time in them
+        # The costs of passes in company, the least probability of a draft that saves time in them,
+        # and what they were computed for.
+        self._shared_costs: tuple[float, ...] = ()
+        self._min_shared, self._shared_key = 0.0, (-1, -1)
 
     def _catch_up(self) -> None:
         """Read the tokens generated since the last call, and at first the prompt, which takes time
@@ -179,9 +181,15 @@ class _Session:
             self._read(tokens)
             return
         self._has_skipped = False
-        history.extend(tokens)
+        self._skip_reading(tokens)
         for source in self.sources:
-            source.restart(history.tokens)
+            source.cursor.search(history.tokens)
+
+    def _skip_reading(self, tokens: Seq[int]) -> None:
+        """Take `tokens` into the history without following them."""
+        self.history.extend(tokens)
+        for source in self.sources:
+            source.restart()
 
     def _read(self, tokens: Seq[int], scored: bool = True) -> None:
         text, append = self.history.tokens, self.history.append
@@ -362,16 +370,26 @@ class _Session:
     def _min_shared_probability(self, num_others: int) -> float:
         """The least probability of a draft of this sequence that saves time in a pass beside so
         many others."""
-        max_drafts = min(self.max_drafts, MAX_SHARED_DRAFTS)
-        costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, self.sequence.length)
-        if costs is not self._shared_costs:
-            self._shared_costs = costs
+        length = self.sequence.length
+        key = (num_others, length // COST_TOKENS)
+        if key != self._shared_key:
+            max_drafts = min(self.max_drafts, MAX_SHARED_DRAFTS)
+            costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, length)
+            self._shared_costs, self._shared_key = costs, key
             self._min_shared = min_useful_probability(costs, num_others, 1.0)
         return self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
 
     def _texts(self, room: int) -> list[CopyText]:
-        """The texts that the backend copies from, the first with room for so many tokens."""
-        self._catch_up()
+        """The texts that the backend copies from, the first with room for so many tokens. The
+        backend searches them for what was not read: the prompt is not indexed here."""
+        sequence, num_known = self.sequence, len(self.history)
+        num_prompt = len(sequence.prompt)
+        unread = [*sequence.prompt[num_known:], *sequence.tokens[max(0, num_known - num_prompt) :]]
+        if unread and not self.predictor.successors:
+            self._skip_reading(unread)
+            self._has_skipped = False
+        else:
+            self._catch_up()
         return [source.as_text(room * (index == 0)) for index, source in enumerate(self.sources)]
 
     def _follow(self, drafts: BurstDrafts, tokens: Seq[int]) -> None:

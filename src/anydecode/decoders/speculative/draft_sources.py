@@ -160,10 +160,9 @@ class CopySource:
         for outcome in found.outcomes:
             self.rates.record(class_of(outcome // 2), outcome % 2 == 1)
 
-    def restart(self, text: list[int]) -> None:
-        """Move on to `text`, whose last tokens have not been read and count for no rate."""
+    def restart(self) -> None:
+        """Drop the match: tokens have not been read, and count for no rate."""
         self.cursor.length = 0
-        self.cursor.step(text)
 
     def advanced(self, text: list[int], tokens: list[int]) -> CopySource:
         """This source after `text` and `tokens`."""

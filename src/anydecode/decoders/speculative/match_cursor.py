@@ -38,16 +38,21 @@ class MatchCursor:
                     return True
                 is_hit = True
             else:
-                self.length = length = 0
+                self.length = 0
                 is_hit = None if predicted == SEPARATOR else False
+        self.search(text)
+        return is_hit
+
+    def search(self, text: Seq[int]) -> None:
+        """Move to the last occurrence of the end of `text`, if the match there is longer."""
+        tokens = self.history.tokens
         position, found = self.history.find(text)
         if found > 1:
             max_length = min(position, len(text), MAX_MATCH_LENGTH)
             while found < max_length and tokens[position - 1 - found] == text[-1 - found]:
                 found += 1
-        if found > length:
+        if found > self.length:
             self.position, self.length = position, found
-        return is_hit
 
     def advanced(self, text: Seq[int], tokens: Seq[int]) -> MatchCursor:
         """A cursor that has moved on as if `text` were followed by `tokens`."""

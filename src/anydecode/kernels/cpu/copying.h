@@ -58,6 +58,12 @@ static void find_match(CopyText *text, const CopyText *of) {
   }
 }
 
+/* Search all texts for the end of the first one, except where a long match is followed. */
+static void find_matches(const SequenceDrafts *sequence) {
+  for (int i = 0; i < sequence->num_texts; i++)
+    if (sequence->texts[i].match < LONG_MATCH) find_match(sequence->texts + i, sequence->texts);
+}
+
 /* Append a generated token to the first text, and move the matches of all texts on. */
 static void read_token(const SequenceDrafts *sequence, int32_t token) {
   CopyText *own = sequence->texts;
@@ -75,8 +81,7 @@ static void read_token(const SequenceDrafts *sequence, int32_t token) {
     }
   }
   if (own) own->tokens[own->length++] = token;
-  for (int i = 0; i < sequence->num_texts; i++)
-    if (sequence->texts[i].match < LONG_MATCH) find_match(sequence->texts + i, own);
+  find_matches(sequence);
 }
 
 INLINE double chance_of(const CopyText *text, int depth) {

@@ -219,6 +219,7 @@ static int drafting_steps(const Pass *pass, int threads) {
   for (int i = 0; i < n; i++) {
     sequences[i] = (Drafted){.token = pass->tokens[i], .position = pass->positions[i]};
     drafts[i] = &sequences[i].draft;
+    find_matches(drafting->sequences + i);
   }
   for (;;) {
     int max = 0, problem = OK, rows = 0, ends = 0;
