@@ -1,8 +1,9 @@
 """Logits of llama.cpp for a GGUF file, from its shared libraries, in a process of their own.
 
 The folder that ANYDECODE_LLAMA_CPP names has `libllama`, `libggml`, `libggml-base` and the CPU
-backends of llama.cpp v0.5.0, as the npm package `@node-llama-cpp/linux-x64` 3.22.1 has them in
-`bins/linux-x64`. Another version may have other structures.
+backends of llama.cpp: v0.5.0, as the npm package `@node-llama-cpp/linux-x64` 3.22.1 has them in
+`bins/linux-x64`, or v0.6.0 (b11434) in the folder `bin` of a build with BUILD_SHARED_LIBS. Another
+version may have other structures.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _computed(what: str, path: Path, data: str) -> np.ndarray:
     """The result of a process with llama.cpp."""
     folder = os.environ.get(VARIABLE)
     if not folder:
-        pytest.skip(f"{VARIABLE} names no folder with the libraries of llama.cpp v0.5.0")
+        pytest.skip(f"{VARIABLE} names no folder with the libraries of llama.cpp")
     target = path.with_suffix(".npy")
     process = subprocess.run(
         [sys.executable, __file__, what, folder, str(path), str(target)],
@@ -96,7 +97,10 @@ def _load(folder: Path) -> ctypes.CDLL:
     ]
     load, pointer = loaded[1].ggml_backend_load, ctypes.c_void_p
     load.restype, load.argtypes = pointer, [ctypes.c_char_p]
-    assert load(str(folder / "libggml-cpu-x64.so").encode()), "no CPU backend"
+    backend = folder / "libggml-cpu-x64.so"
+    if backend.exists():  # else it is linked with libggml
+        load(str(backend).encode())
+    assert loaded[1].ggml_backend_reg_count(), "no CPU backend"
     library = loaded[2]
     for name, result, arguments in (
         ("llama_model_default_params", _ModelParams, []),
