@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from anydecode.certification.checks import scripted_llm
+from anydecode.certification.oracles.speculative.draft_lengths import LoadedCosts
+from anydecode.certification.tiny import (
+    eagle3_checkpoint,
+    early_exit_checkpoint,
+    with_drafter,
+)
+from anydecode.certification.tiny_blocks import dspark_checkpoint
+from anydecode.certification.tiny_heads import hydra_checkpoint
+from anydecode.decoders.framework import speculation
 from anydecode.decoders.speculative import smartspec_server
 from anydecode.decoders.speculative.smartspec_server import (
     AcceptanceCounts,
@@ -16,6 +26,7 @@ from anydecode.decoders.speculative.smartspec_server import (
     ServerShare,
 )
 from anydecode.errors import InvalidRequestError
+from anydecode.models.checkpoint import Checkpoint
 from anydecode.scoring.goodput import useful_counts
 from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected
@@ -100,6 +111,11 @@ def test_certificate_rejects_another_maximum(monkeypatch: Patch) -> None:
     assert_rejected("smartspec-server")
 
 
+def test_certificate_rejects_single_steps_without_drafts(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(speculation, "can_burst", lambda sequence, session: False)
+    assert_rejected("smartspec-server")
+
+
 def test_certificate_rejects_texts_of_other_rules_that_are_limited(monkeypatch: Patch) -> None:
     from anydecode.certification.oracles.speculative import smartspec_server as oracle
 
@@ -137,6 +153,31 @@ def test_drafts_of_several_requests_keep_the_text(decoder: str, drafting: str) -
         drafted = llm.generate(prompts, decoder=decoder, **options)
         llm.engine.check_integrity()
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("cost", [0.02, 0.3])
+@pytest.mark.parametrize(
+    ("decoder", "drafter"),
+    [
+        ("eagle", eagle3_checkpoint),
+        ("dflash:tree=true", dspark_checkpoint),
+        ("hydra", hydra_checkpoint),
+        ("kangaroo", partial(early_exit_checkpoint, has_mlp=False)),
+    ],
+)
+def test_drafters_that_read_states_keep_the_text_in_company(
+    decoder: str, drafter: Callable[..., Checkpoint], cost: float
+) -> None:
+    """Where they draft in some rounds only, and states of other positions are missing."""
+    options: dict[str, Any] = {"max_tokens": 32, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    prompts = ["the cat sat on the mat", "abcabcabcabc", "zq", "one two three one two"]
+    with with_drafter(drafter, drafting="smartspec-server", cache_positions=2048) as llm:
+        llm.cost_model = LoadedCosts(llm.engine, cost)
+        plain = llm.generate(prompts, decoder="autoregressive", **options)
+        drafted = [llm.generate(prompts, decoder=decoder, **options) for _ in range(2)]
+        llm.engine.check_integrity()
+    for answers in drafted:
+        assert [one.tokens for one in answers] == [one.tokens for one in plain]
 
 
 def test_a_limit_of_no_drafts_is_refused() -> None:

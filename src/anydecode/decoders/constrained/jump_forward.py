@@ -63,6 +63,9 @@ class _Session(DraftSession):
     def observe(self, round: SpeculationRound) -> None:
         self.inner.observe(round)
 
+    def end(self) -> None:
+        self.inner.end()
+
 
 @contextmanager
 def _with_tokens(sequence: Sequence, forced: list[int]) -> Iterator[None]:

@@ -26,6 +26,8 @@ from anydecode.scoring.tree import TokenTree
 
 #: Maximum number of tokens forced by a constraint that one round drafts.
 MAX_FORCED = 64
+#: Maximum number of tokens that are generated before a request asks again whether to draft.
+MAX_UNDRAFTED = 8
 
 #: A generator that may yield score requests and returns the draft tree.
 Proposal = Generator[DecoderAction, Any, TokenTree]
@@ -97,13 +99,19 @@ class DraftSession(ABC):
 
     #: Layers whose hidden states the scores of its rounds have.
     hidden: tuple[int, ...] = ()
+    #: Whether `observe` learns from rounds without a draft.
+    learns_without_drafts = True
 
     @abstractmethod
     def propose(self, size: int) -> Proposal:
         """Draft up to `size` nodes after `sequence.all_tokens`; an empty tree means no draft."""
 
     def observe(self, round: SpeculationRound) -> None:
-        """Called after each round, once its tokens have been emitted."""
+        """Called after each round, once its tokens have been emitted; if it does not learn from
+        them, not after all rounds without a draft."""
+
+    def end(self) -> None:
+        """Called once the text has ended."""
 
 
 class TextDraftSession(DraftSession):
@@ -223,6 +231,31 @@ def draft_share(sequence: Sequence, source: object, acceptance: Acceptance) -> D
     return policy.open(sequence, source)
 
 
+def can_burst(sequence: Sequence, session: DraftSession) -> bool:
+    """Whether several tokens may be generated without drafts in a pass of several steps. The first
+    token of a text has its own, so that it is not delayed."""
+    return (
+        bool(sequence.tokens)
+        and not session.learns_without_drafts
+        and not session.hidden
+        and sequence.end_tokens is not None
+    )
+
+
+def burst(sequence: Sequence, share: DraftShare) -> Decoding:
+    """Generate up to `MAX_UNDRAFTED` tokens without drafts in one pass of several steps. Other
+    sequences may end it early."""
+    start, position, nothing = perf_counter(), sequence.length, TokenTree()
+    request = sequence.multi_step(MAX_UNDRAFTED, is_single=True)
+    tokens = yield request
+    seconds = (perf_counter() - start) / len(tokens)
+    for number, token in enumerate(tokens):
+        facts = {"draft_seconds": 0.0, "verify_seconds": seconds}
+        sequence.record(nothing, [], [token], position=position + number, **facts)
+        share.observe(nothing, [], 0.0)
+    sequence.emit(tokens, request.sampler)
+
+
 def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq[float]]:
     """A draft with its most probable nodes first, and their probabilities in this order: of rows
     that may be left out, the last ones are first. No node may be more probable than its parent."""
@@ -282,6 +315,7 @@ class Speculative(Decoder):
         try:
             while not sequence.finished:
                 yield from self._round(sequence, session, budget, share)
+            session.end()
         finally:
             share.close()
 
@@ -294,7 +328,13 @@ class Speculative(Decoder):
         optional: Seq[float] = ()
         may_leave_out = False
         if not is_forced:
-            size = share.size(budget.size(sequence))
+            own_size = budget.size(sequence)
+            size = share.size(own_size)
+            for states in sequence.draft_states.values():
+                states.is_paused = own_size > 0 and not size
+            if own_size and not size and can_burst(sequence, session):
+                yield from burst(sequence, share)
+                return
             if sequence.can_draft():
                 tree = yield from session.propose(size)
             tree = self._without_forbidden(sequence, tree)

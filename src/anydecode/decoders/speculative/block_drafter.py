@@ -15,6 +15,8 @@ from anydecode.scoring.tree import TokenTree
 
 
 class _Session(DraftSession):
+    learns_without_drafts = False
+
     def __init__(self, sequence: Sequence, drafter: BlockDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter

@@ -25,6 +25,7 @@ from anydecode.scoring.tree import TokenTree
 
 class _Session(TextDraftSession):
     copies_text = True
+    learns_without_drafts = False
 
     def __init__(self, sequence: Sequence, gram: int) -> None:
         super().__init__(sequence)

@@ -21,6 +21,8 @@ DRAFT = "draft"
 
 
 class _Session(DraftSession):
+    learns_without_drafts = False
+
     def __init__(self, sequence: Sequence, rule: Acceptance | None, runner: str) -> None:
         self.sequence = sequence
         self.rule = rule

@@ -25,6 +25,8 @@ from anydecode.scoring.tree import TokenTree
 class TreeSession(DraftSession):
     """The state of a tree drafter for one sequence."""
 
+    learns_without_drafts = False
+
     def __init__(self, sequence: Sequence, drafter: TreeDrafter) -> None:
         self.sequence = sequence
         self.drafter = drafter

@@ -23,7 +23,6 @@ from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_
 from anydecode.decoders.framework.speculation import (
     Drafter,
     DraftSession,
-    SpeculationRound,
     Speculative,
     TextDraftSession,
 )
@@ -321,6 +320,7 @@ class _Cursor:
 
 class _Session(TextDraftSession):
     copies_text = True
+    learns_without_drafts = False
 
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
@@ -340,9 +340,8 @@ class _Session(TextDraftSession):
         sources = [own, earlier[len(before) :]]
         return best_tree(sources, size, drafter.factor, drafter.min_probability)
 
-    def observe(self, round: SpeculationRound) -> None:
-        if round.sequence.finished:
-            self.drafter.learn(round.sequence.tokens)
+    def end(self) -> None:
+        self.drafter.learn(self.sequence.tokens)
 
     def _matches(self, parts: Seq[SuffixAutomaton]) -> list[Match]:
         """The longest matches of the text's end in `parts`."""

@@ -96,6 +96,10 @@ class _Session(DraftSession):
             member.update(round.result.tokens)
             member.session.observe(round)
 
+    def end(self) -> None:
+        for member in self.members:
+            member.session.end()
+
 
 class TapsDrafter(Drafter):
     """Drafts with all of `drafters`, by name, those with a model once per draft model. With `route`

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from anydecode.engine.engine import Engine
 from anydecode.scoring.cost import CostModel
 
 
@@ -28,6 +29,19 @@ class FixedCosts(CostModel):
     def host_seconds(self, num_sequences: int) -> float:
         """What a step takes beside its pass: nothing."""
         return 0.0
+
+
+class LoadedCosts(FixedCosts):
+    """A cost model in which a pass takes 1 + `per_row` * (rows - 1) seconds, beside the other
+    sequences of `engine`."""
+
+    def __init__(self, engine: Engine, per_row: float) -> None:
+        super().__init__(lambda rows, context: 1 + per_row * (rows - 1))
+        self.engine = engine
+
+    def num_others(self) -> int:
+        """The number of other running sequences."""
+        return max(0, len(self.engine.running) - 1)
 
 
 def latest_copy(text: list[int], count: int) -> list[int]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import PROMPTS, Check, oracle_test, scripted_llm
-from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts, LoadedCosts
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.rejection import RejectionSampling
 from anydecode.decoders.framework.speculation import by_probability, draft_share
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput, ServerShare
-from anydecode.scoring.score import ScoreRequest
+from anydecode.scoring.score import MultiStep, ScoreRequest
 from anydecode.scoring.tree import TokenTree
 
 #: The default of `LLM`.
@@ -216,7 +216,7 @@ def _num_drafts(drafting: str) -> int:
     """The verified drafts of 20 requests, of which few are accepted."""
     prompts = [bytes([97 + n]).decode() * 2 + "abcabcabcabc" for n in range(20)]
     with scripted_llm(drafting=drafting) as llm:
-        llm.cost_model = _load(llm)
+        llm.cost_model = LoadedCosts(llm.engine, 0.1)
         answers = llm.generate(prompts, decoder="prompt-lookup:size=8", trace=True, **_TEXT)
     return sum(len(one["drafted"]) for answer in answers for one in answer.trace or ())
 
@@ -229,13 +229,13 @@ def _planned() -> Iterator[Check]:
         request: Any = next(llm.decoder("prompt-lookup:size=3").decode(sequence))
     is_right = isinstance(request, ScoreRequest) and list(request.optional) == [1.0, 1.0, 1.0]
     yield Check("a request's drafts are optional", is_right, f"{list(request.optional)}")
-
-
-def _load(llm: LLM) -> FixedCosts:
-    """A pass costs 0.9 + 0.1 * rows, and the load is that of the engine."""
-
-    class Costs(FixedCosts):
-        def num_others(self) -> int:
-            return max(0, len(llm.engine.running) - 1)
-
-    return Costs(lambda rows, context: 0.9 + 0.1 * rows)
+    with scripted_llm(drafting=KEY) as llm:
+        llm.cost_model = FixedCosts(lambda rows, context: float(rows**2), 9)
+        actions = []
+        for key in ("prompt-lookup", "suffix", "speculative-sampling", "rsd", "token-recycling"):
+            sequence = llm.request("abcabcabcabc", max_tokens=20).jobs[0].sequence
+            sequence.emit([97])
+            actions.append(type(next(llm.decoder(key).decode(sequence))))
+    is_right = actions == [*[MultiStep] * 4, ScoreRequest]
+    name = "without drafts tokens are generated several at a time, unless a method learns from each"
+    yield Check(name, is_right, f"{actions}")
