@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +77,12 @@ def bench_speculative(
             " that of the others; may be repeated. Default: the drafter that comes with the model.",
         ),
     ] = None,
+    drafting: Annotated[
+        str,
+        typer.Option(
+            "--drafting", help="How much requests together draft; fixed: what their methods say."
+        ),
+    ] = "smartspec-server",
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens per answer.")] = 128,
     limit: Annotated[
@@ -171,7 +178,7 @@ def bench_speculative(
         if size > len(question_list):
             note(f"--company {size}: no group, as there are {len(question_list)} prompts only")
     settings = {
-        "model": model, "draft": drafts, "methods": with_multi_step(chosen),
+        "model": model, "draft": drafts, "drafting": drafting, "methods": with_multi_step(chosen),
         "baselines": names + server_names, "tokens": tokens, "warm": warm, "rounds": rounds,
         "questions": len(question_list), "skip": skip, "seed": seed,
     }  # fmt: skip
@@ -181,7 +188,8 @@ def bench_speculative(
     extra_memory: dict[str, int] = {}
     was_interrupted = False
     with ExitStack() as stack:
-        llms = open_llms(LLM, model, drafts, threads or None, stack)
+        open_llm = partial(LLM, drafting=drafting)
+        llms = open_llms(open_llm, model, drafts, threads or None, stack)
         for method in chosen:
             llm, key = find_llm(llms, method)
             llm.decoder(key)

@@ -23,8 +23,13 @@ class DraftedSequence(Protocol):
 class DraftShare(Protocol):
     """What one request may draft."""
 
-    def size(self, own: int) -> int:
-        """The maximum number of drafts of the next round, given that of the request's method."""
+    def size(self, own: int, can_burst: bool = False) -> int:
+        """The maximum number of drafts of the next round.
+
+        Args:
+            own: That of the request's method.
+            can_burst: Whether, without drafts, several tokens are generated in one call.
+        """
         ...
 
     def chances(self, tree: TokenTree) -> Seq[float]:
@@ -65,7 +70,7 @@ class OwnDrafts:
     def open(self, sequence: DraftedSequence, source: object) -> DraftShare:
         return self
 
-    def size(self, own: int) -> int:
+    def size(self, own: int, can_burst: bool = False) -> int:
         return own
 
     def chances(self, tree: TokenTree) -> Seq[float]:

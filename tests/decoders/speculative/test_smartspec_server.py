@@ -111,6 +111,11 @@ def test_certificate_rejects_another_maximum(monkeypatch: Patch) -> None:
     assert_rejected("smartspec-server")
 
 
+def test_certificate_rejects_undrafted_passes_at_full_cost(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(smartspec_server, "MAX_UNDRAFTED", 1)
+    assert_rejected("smartspec-server")
+
+
 def test_certificate_rejects_single_steps_without_drafts(monkeypatch: Patch) -> None:
     monkeypatch.setattr(speculation, "can_burst", lambda sequence, session: False)
     assert_rejected("smartspec-server")

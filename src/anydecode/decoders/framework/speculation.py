@@ -329,10 +329,11 @@ class Speculative(Decoder):
         may_leave_out = False
         if not is_forced:
             own_size = budget.size(sequence)
-            size = share.size(own_size)
+            bursts = can_burst(sequence, session)
+            size = share.size(own_size, bursts)
             for states in sequence.draft_states.values():
                 states.is_paused = own_size > 0 and not size
-            if own_size and not size and can_burst(sequence, session):
+            if own_size and not size and bursts:
                 yield from burst(sequence, share)
                 return
             if sequence.can_draft():

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from anydecode.catalogue import Card, register
+from anydecode.decoders.framework.speculation import MAX_UNDRAFTED
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.draft_policy import DraftedSequence
 from anydecode.scoring.goodput import useful_counts
@@ -109,6 +110,7 @@ class ServerShare:
         self.sequence = sequence
         self.source = source
         self.counts = AcceptanceCounts(OWN_ROUNDS)
+        self.can_burst = False
         self.is_chain, self.num_levels = True, 0  # of the last draft
         self.num_whole_rows = 0  # of the last draft, if no pass may leave out rows of it
         self._rates: np.ndarray | None = None
@@ -120,7 +122,8 @@ class ServerShare:
             self._rates = self.counts.rates(self.source.rates(), SHARED_WEIGHT)
         return self._rates
 
-    def size(self, own: int) -> int:
+    def size(self, own: int, can_burst: bool = False) -> int:
+        self.can_burst = can_burst
         if not own or not self.sequence.cost_model.num_others():
             return own
         count = self.server.count(self)
@@ -180,7 +183,8 @@ class ServerShare:
         deviations=(
             "every request has a draft length of its own (the paper: all have the same, or each its"
             " own), which is an upper bound: a method's own budget may draft less",
-            "a request that runs alone drafts as its method says",
+            "a request that runs alone drafts as its method says; one beside others that drafts"
+            " nothing generates up to 8 tokens per call, unless its method learns from each pass",
             "when a pass is planned, drafted rows that save no time in it are left out again, the"
             " least probable ones first",
             "acceptance rates are by depth and by rank among siblings, of the request and of all"
@@ -246,12 +250,18 @@ class ServerGoodput:
         levels = [share.levels(self.max_drafts) for share in running]
         max_rows = max(self.max_drafts, *map(len, levels)) * len(running)
         costs = sequence.cost_model.pass_seconds(num_tokens, max_rows, context)
-        rate = num_tokens / costs[0]
+        undrafted = costs[0]
+        if all(share.can_burst for share in running):
+            # What the engine takes beside a pass, it takes once for several passes without drafts.
+            saved = (1 - 1 / MAX_UNDRAFTED) * sequence.cost_model.host_seconds(num_tokens)
+            undrafted = max(0.5 * undrafted, undrafted - saved)
+        rate = num_tokens / undrafted
         chances = []
         for share, found in zip(running, levels, strict=True):
             # Drafting takes the time in which others would get so many tokens.
             drafting = share.source.seconds_per_level * rate
             chances.append([one - drafting for one in found if one > drafting])
-        return dict(
-            zip(running, useful_counts(chances, num_tokens, costs.__getitem__), strict=True)
+        counts = useful_counts(
+            chances, num_tokens, lambda count: costs[count] if count else undrafted
         )
+        return dict(zip(running, counts, strict=True))

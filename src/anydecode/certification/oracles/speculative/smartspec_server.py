@@ -52,6 +52,7 @@ def smartspec_server() -> Iterator[Check]:
     yield Check("a request alone drafts as its method says", sizes == [20, 20, 20], f"{sizes}")
     chances = [list(share.chances(TokenTree.chain([1, 2]))) for share in shares]
     yield Check("its drafts are not optional", chances == [[], [], []])
+    yield from _host_time()
     yield from _chances()
     yield from _trees()
     yield from _trials()
@@ -124,6 +125,24 @@ def _best(slope: float, num_requests: int) -> tuple[int, ...]:
         return tokens / (1 + slope * (num_requests + sum(counts)))
 
     return max(product(range(7), repeat=3), key=goodput)
+
+
+def _host_time() -> Iterator[Check]:
+    """A pass over n rows takes 1 + n / 10 seconds, 0.3 of them beside the pass itself, which 8
+    passes without drafts take once. Of 3 requests, of which one has a sure draft, 4 tokens in 1.4
+    seconds are better than 3 in 1.3, but not than 3 in 1.04."""
+
+    class Costs(FixedCosts):
+        def host_seconds(self, num_sequences: int) -> float:
+            return 0.3
+
+    server = ServerGoodput(max_drafts=1)
+    with scripted_llm() as llm:
+        sequence = llm.request("abcabc", max_tokens=20).jobs[0].sequence
+        sequence.cost_model = Costs(lambda rows, context: 1 + rows / 10, 2)
+        share = server.open(sequence, llm)
+    sizes = [share.size(20, can_burst) for can_burst in (False, True)]
+    yield Check("passes without drafts share the time beside them", sizes == [1, 0], f"{sizes}")
 
 
 def _chances() -> Iterator[Check]:
