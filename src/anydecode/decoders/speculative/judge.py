@@ -14,7 +14,7 @@ from pathlib import Path
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
 from anydecode.decoders.framework.judging import JudgeAcceptance
-from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.rejection import CHAIN_NOISE, RejectionSampling, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_model import ModelDrafter
 from anydecode.errors import InvalidRequestError
@@ -34,7 +34,7 @@ from anydecode.models.judge import Judge
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "the standard rule is token-exact with shared noise; acceptance='rejection' is the"
-            " papers'",
+            " papers'; " + CHAIN_NOISE,
             "the threshold is that of the head's file, which its training chooses on questions"
             " that it does not learn from; threshold=0.5 is a plain majority",
             "25 drafts per round, which is for targets much slower than their draft models",
