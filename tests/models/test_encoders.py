@@ -35,6 +35,16 @@ DEBERTA: dict[str, Any] = {
     "position_biased_input": False,
     "type_vocab_size": 0,
 }
+EMBEDDING_GEMMA_2: dict[str, Any] = {
+    "initializer_range": 0.05,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_key_value_heads": 2,
+    "sliding_window": 6,
+    "hidden_size_per_layer_input": 12,
+    "embedding_dim": 40,
+    "layer_types": None,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {}),
     "bert with tanh gelu": ("Bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
@@ -84,6 +94,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gte without types": (
         "Gte",
         {"type_vocab_size": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    ),
+    "embedding gemma 2": ("EmbeddingGemma2Text", EMBEDDING_GEMMA_2),
+    "embedding gemma 2 with a pattern": (
+        "EmbeddingGemma2Text",
+        {
+            **EMBEDDING_GEMMA_2,
+            "num_hidden_layers": 5,
+            "sliding_window_pattern": 2,
+            "sliding_window": 3,
+            "num_global_key_value_heads": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+            },
+        },
     ),
     "eurobert": ("EuroBert", {"rms_norm_eps": 1e-4, "mask_token_id": 4}),
     "eurobert with fewer keys": (

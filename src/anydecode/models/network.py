@@ -440,7 +440,8 @@ class ModelWeights:
     def tables(self) -> list[Weight]:
         """Every matrix of which rows are read, but for the embedding."""
         tables = [] if self.position_table is None else [self.position_table]
-        return tables + ([] if self.per_layer is None else [self.per_layer.table])
+        own = None if self.per_layer is None else self.per_layer.table
+        return tables if own is None else [*tables, own]
 
 
 @dataclass(eq=False)
@@ -1456,8 +1457,9 @@ def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> Non
     if (weights is not None) != (size > 0):
         raise CheckpointError("only one of the spec and the weights has embeddings per layer")
     if weights is not None:
-        rows = weights.table.out_features
-        _check_matrix("the embeddings per layer", weights.table, (rows, width))
+        if weights.table is not None:
+            rows = weights.table.out_features
+            _check_matrix("the embeddings per layer", weights.table, (rows, width))
         shape = (width, spec.hidden_size)
         _check_linear("the projection of embeddings per layer", weights.projection, shape)
         _check_vector("the norm of embeddings per layer", weights.norm, size)

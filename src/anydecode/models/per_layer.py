@@ -1,8 +1,9 @@
-"""Embeddings of tokens in every layer (Gemma 3n, Gemma 4).
+"""Embeddings of tokens in every layer (Gemma 3n, Gemma 4, EmbeddingGemma 2).
 
 Each token has an embedding of `per_layer_size` numbers for every layer. A projection of its usual
-embedding is added. A layer multiplies them with a projection of its hidden states, and adds a
-projection of that product. They depend on the token alone, so passes start at layer 0.
+embedding is added, or is all that there is (EmbeddingGemma 2). A layer multiplies them with a
+projection of its hidden states, and adds a projection of that product. They depend on the token
+alone, so passes start at layer 0.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class PerLayerEmbeddings:
     """The embeddings of all layers, side by side.
 
     Attributes:
-        table: `[tokens, layers * size]`; tokens after its end have those of token 0.
+        table: `[tokens, layers * size]`; tokens after its end have those of token 0. None: there is
+            the projection alone.
         projection: `[layers * size, hidden_size]`.
         norm: Of each layer's part of the projection, float32 `[size]`.
     """
 
-    table: Weight
+    table: Weight | None
     projection: Linear
     norm: np.ndarray
 
@@ -46,6 +48,8 @@ class PerLayerEmbeddings:
         x = backend.token_rows(embedding, spec.embedding_scale, has_inputs=True)
         y = self.projection.apply(backend, x)
         y = backend.rms_norm(y, self.norm, spec.norm_eps, spec.num_layers)
+        if self.table is None:
+            return y
         y = backend.add(y, backend.token_rows(self.table, spec.per_layer_scale))
         return backend.scale(y, 2**-0.5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class Pooling:
             return list(range(num_tokens))
         return [0 if self.mode == "cls" else num_tokens - 1]
 
+    def width(self, hidden_size: int) -> int:
+        """The length of embeddings of states `[hidden_size]`."""
+        return len(self.dense[-1].weight) if self.dense else hidden_size
+
     def prompt(self, name: str | None) -> str:
         """The text that is put before a text.
 
@@ -88,11 +92,12 @@ class Pooling:
         return self.prompts[name]
 
     def check_dimensions(self, dimensions: int | None, hidden_size: int) -> None:
-        """Check that embeddings may be cut to `dimensions`.
+        """Check that embeddings of states `[hidden_size]` may be cut to `dimensions`.
 
         Raises:
             InvalidRequestError: They may not.
         """
+        hidden_size = self.width(hidden_size)
         if dimensions in (None, hidden_size):
             return
         if self.dimensions is None and 1 <= dimensions <= hidden_size:
@@ -118,6 +123,23 @@ class Pooling:
             return vector
         unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return unit
+
+
+def with_projection(pooling: Pooling | None, weight: np.ndarray, hidden_size: Any) -> Pooling:
+    """The pooling with a matrix before its dense modules: that of the model's states (equal to one
+    of the pooled state).
+
+    Raises:
+        CheckpointError: It is no matrix of states.
+    """
+    pooling = pooling or Pooling()
+    if weight.ndim != 2 or weight.shape[1] != hidden_size or weight.dtype.kind not in "fV":
+        raise CheckpointError(
+            f"embedding_projection.weight is {weight.dtype} of shape {list(weight.shape)}; allowed"
+            f" is a matrix of {hidden_size} inputs"
+        )
+    first = DenseModule(weight.astype(np.float32))
+    return replace(pooling, dense=(first, *pooling.dense))
 
 
 def read_pooling(folder: Path, config: Mapping[str, Any]) -> Pooling | None:

@@ -292,13 +292,17 @@ def _read_streams(reader: TensorReader, spec: ModelSpec) -> StreamProjections:
 
 
 def _read_per_layer(reader: TensorReader, spec: ModelSpec, config: Config) -> PerLayerEmbeddings:
-    size, hidden = spec.per_layer_size, spec.hidden_size
+    size, hidden, family = spec.per_layer_size, spec.hidden_size, FAMILIES[config["model_type"]]
     rows = int_value(config, "vocab_size_per_layer_input", spec.vocab_size, high=MAX_TOKENS)
     width = spec.num_layers * size
-    table = reader.matrix("embed_tokens_per_layer", (rows, width), is_outer=True)
-    projection = reader.linear("per_layer_model_projection", (width, hidden), False)
+    table = None
+    if family.has_per_layer_table:
+        table = reader.matrix("embed_tokens_per_layer", (rows, width), is_outer=True)
+    names = ("per_layer_model_projection", "per_layer_projection_norm")
+    name, norm_name = (family.names.get(usual, usual) for usual in names)
+    projection = reader.linear(name, (width, hidden), False)
     projection.scale = hidden**-0.5
-    norm = reader.vector("per_layer_projection_norm.weight", size)
+    norm = reader.vector(f"{norm_name}.weight", size)
     return PerLayerEmbeddings(table, projection, norm)
 
 
@@ -531,8 +535,8 @@ class _LayerReader:
     def _per_layer(self) -> PerLayerBlock:
         size, hidden = self._per_layer_size, self._hidden
         return PerLayerBlock(
-            self._reader.linear(f"{self._name}.per_layer_input_gate", (size, hidden), False),
-            self._reader.linear(f"{self._name}.per_layer_projection", (hidden, size), False),
+            self._reader.linear(self._full("per_layer_input_gate"), (size, hidden), False),
+            self._reader.linear(self._full("per_layer_projection"), (hidden, size), False),
             self._norm("post_per_layer_input_norm"),
         )
 

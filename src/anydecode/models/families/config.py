@@ -96,6 +96,7 @@ _MULTIMODAL = (
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
     "DiffusionGemmaForBlockDiffusion",
+    "EmbeddingGemma2Model",
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.embedding_gemma2 import EMBEDDING_GEMMA_2
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
 from anydecode.models.families.patterns import all_full, full_every_third, no_rope
 from anydecode.models.families.table import FAMILIES
@@ -218,6 +219,7 @@ FAMILIES |= {
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
     ),
 }
+FAMILIES["embedding_gemma2_text"] = EMBEDDING_GEMMA_2
 #: llama-embed-nemotron (Babakhin et al., 2025, arXiv:2511.07025), in the layout of Llama.
 FAMILIES["llama_bidirec"] = replace(
     FAMILIES["eurobert"],

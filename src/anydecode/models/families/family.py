@@ -215,6 +215,8 @@ class Family:
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
         has_layer_scale: See `LayerSpec.has_scale`.
+        has_per_layer_table: Whether embeddings per layer have a table (Gemma 4), and are not
+            projections of the usual embeddings alone (EmbeddingGemma 2).
         has_alibi: Whether attention has linear biases, see `Attention.slopes`, unless the key
             `alibi` is false. The key `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
@@ -292,6 +294,7 @@ class Family:
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False
+    has_per_layer_table: bool = True
     has_alibi: bool = False
     has_streams: bool = False
     has_shared_blocks: bool = False

@@ -61,6 +61,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8, 2, 32768),
+    "embedding_gemma2_text": _sizes(262144, 512, 2048, 24, 4, 2, 262144),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072, vocab_size_per_layer_input=262144),
     "gemma4_unified_text": _sizes(262144, 2304, 9216, 30, 8, 4, 262144),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, 8, 131072, intermediate_size_mlp=16384),

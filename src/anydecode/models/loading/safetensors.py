@@ -31,7 +31,7 @@ from anydecode.models.loading import (
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.loading.quantized import dequantizing_readers, settings_of
 from anydecode.models.loading.torch_file import heads_file, open_torch_file
-from anydecode.models.pooling import read_pooling
+from anydecode.models.pooling import read_pooling, with_projection
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
@@ -62,6 +62,8 @@ _NESTED = {
     # DiffusionGemma
     "model.decoder.": "model.",
     "model.encoder.language_model.": "model.context.",
+    # EmbeddingGemma 2
+    "language_model.": "model.",
 }
 
 
@@ -93,6 +95,11 @@ def load_folder(path: Path) -> Checkpoint:
     pooling = read_pooling(path, config)
     if pooling is not None:
         config = _with_head(config)
+    if config.get("model_type") == "embedding_gemma2_text":
+        name = next((x for x in readers if x.endswith("embedding_projection.weight")), None)
+        if name is None:
+            raise CheckpointError(f"{path}: the tensor embedding_projection.weight is missing")
+        pooling = with_projection(pooling, np.asarray(readers[name]()), config.get("hidden_size"))
     if encoder.is_encoder(config):
         config, readers = encoder.to_hf_layout(config, readers)
     config = sdar.with_block_size(config, path)
