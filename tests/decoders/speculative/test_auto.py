@@ -15,6 +15,7 @@ from anydecode.certification.certify import certify_one
 from anydecode.certification.oracles.speculative.auto import BatchCosts, FixedCosts, cyclic, passes
 from anydecode.certification.tiny import eagle3_checkpoint, with_drafter
 from anydecode.constraints.languages import Regex
+from anydecode.decoders.framework import text_parts
 from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.speculative import auto as module
 from anydecode.decoders.speculative import draft_choice, draft_sources
@@ -117,25 +118,34 @@ def test_earlier_answers_are_drafted_until_clear() -> None:
 
 
 def test_stored_answers_are_bounded() -> None:
-    decoder = Auto(memory=50)
+    decoder = Auto(memory=30_000)
     for _ in range(20):
         decoder._learn(list(range(9)))
-        assert len(decoder.past) + len(decoder.older) <= 50
+        assert decoder.num_bytes <= 30_000
     decoder._learn(list(range(200)))
-    assert len(decoder.past) + len(decoder.older) <= 50
+    assert 10_000 <= decoder.num_bytes <= 15_000
+    decoder = Auto(memory=0)
+    decoder._learn([1, 2, 3])
+    assert not decoder.past.parts
 
 
-def test_the_last_answers_are_kept_where_the_memory_is_full() -> None:
-    """At least half of the memory; of pairs, the last ones."""
-    decoder = Auto(memory=60)
-    for number in range(40):
+@pytest.mark.parametrize("num_parts", [8, 1])
+def test_the_last_answers_are_kept_where_the_memory_is_full(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly all of the memory, of which the oldest part is dropped; the wrong twin drops all."""
+    monkeypatch.setattr(text_parts, "NUM_PARTS", num_parts)
+    decoder, fewest = Auto(memory=60_000), 100
+    for number in range(60):
         decoder.successors.learn(number, number, [1, 2])
         decoder._learn([number] * 9)
-        kept = [answers.tokens for answers in (decoder.older, decoder.past)]
-        found = sorted({token for tokens in kept for token in tokens} - {SEPARATOR})
-        assert found == list(range(found[0], number + 1))
-        assert len(found) >= min(number + 1, 3)
-    assert len(found) < 7
+        tokens = [token for part in decoder.past.parts for token in part.tokens]
+        found = sorted(set(tokens) - {SEPARATOR})
+        assert found == list(range(found[0], number + 1)) if found else num_parts == 1
+        if number > 20:
+            fewest = min(fewest, len(found))
+    assert (fewest >= 8) == (num_parts == 8)
+    assert len(decoder.successors) <= 100
     successors = Successors()
     for number in range(8):
         successors.learn(number, number, [1, 2])

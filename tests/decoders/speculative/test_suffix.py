@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from anydecode.decoders.framework import text_parts
 from anydecode.decoders.speculative import suffix
 from anydecode.decoders.speculative.suffix import (
     Match,
@@ -60,7 +61,7 @@ def test_certificate_rejects_the_first_match_with_nodes(monkeypatch: pytest.Monk
 def test_certificate_rejects_memory_that_is_dropped_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suffix, "NUM_PARTS", 1)
+    monkeypatch.setattr(text_parts, "NUM_PARTS", 1)
     assert_rejected("suffix")
 
 
@@ -72,7 +73,7 @@ def test_certificate_rejects_answers_that_are_forgotten(monkeypatch: pytest.Monk
 def test_automaton_drafts_by_frequency() -> None:
     automaton = SuffixAutomaton()
     for token in [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]:
-        automaton.extend(token)
+        automaton.append(token)
     state = automaton.next[automaton.next[0][1]][2]
     assert automaton.counts[state] == 3
     nodes, total = likely_tree([(automaton, state)], 2, 0.1)
@@ -86,7 +87,7 @@ def test_counts_of_several_parts_are_added() -> None:
     for text in ([1, 2, 3], [1, 2, 4, 1, 2, 4]):
         automaton = SuffixAutomaton()
         for token in text:
-            automaton.extend(token)
+            automaton.append(token)
         states.append((automaton, automaton.next[automaton.next[0][1]][2]))
     nodes, total = likely_tree(states, 2, 0.1)
     assert [node[:2] for node in nodes] == [(4, ROOT), (3, ROOT)] and total == pytest.approx(1.0)
@@ -95,7 +96,7 @@ def test_counts_of_several_parts_are_added() -> None:
 def test_the_confidence_is_the_mean_share_of_the_most_frequent_child() -> None:
     automaton = SuffixAutomaton()
     for token in [1, 2, 3, 1, 2, 4, 1, 2, 4, 1]:
-        automaton.extend(token)
+        automaton.append(token)
     match = Match(automaton, automaton.next[automaton.next[0][1]][2], 2)
     tree = best_tree([[match]], 3, 2.0, 0.1)  # 4 two times of three, always with 1 after it
     assert sorted(zip(tree.tokens, tree.parents, strict=True)) == [(1, 0), (3, ROOT), (4, ROOT)]

@@ -15,6 +15,8 @@ import numpy as np
 
 #: Separates texts in an index of several; no token has this id.
 SEPARATOR = -1
+#: Memory of a token and of one n-gram that ends with it, in bytes.
+_BYTES_PER_NGRAM = 100
 
 
 class NgramIndex:
@@ -39,6 +41,11 @@ class NgramIndex:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory, in bytes."""
+        return _BYTES_PER_NGRAM * len(self._tables) * len(self.tokens)
 
     def array(self, room: int = 0) -> np.ndarray:
         """The tokens as int32, and at least `room` unused numbers behind them. The same memory

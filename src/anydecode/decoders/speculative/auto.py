@@ -30,8 +30,10 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.constraints.drafts import constraint_state, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY
 from anydecode.decoders.framework.ngram_index import SEPARATOR, NgramIndex
 from anydecode.decoders.framework.speculation import Proposal, SpeculationRound, verify_tree
+from anydecode.decoders.framework.text_parts import TextParts
 from anydecode.decoders.speculative.draft_choice import (
     MIN_GAIN,
     MIN_PROBABILITY,
@@ -70,8 +72,8 @@ from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
-#: Memory of one token of earlier answers, or of one pair of tokens, in bytes.
-_BYTES_PER_TOKEN = 300
+#: Memory of the most probable successors of one pair of tokens, in bytes.
+_BYTES_PER_PAIR = 300
 #: The share of passes that is saved by recording the model's top tokens, and by trees of drafts:
 #: what a call of the kernels takes beside its passes is compared with it.
 SAVED_BY_TOP_TOKENS = 1 / 30
@@ -118,9 +120,7 @@ class _Session:
         self.sources = [CopySource("copy", self.history, copy_rates)]
         self.predictor = SuccessorPredictor(decoder.successors, successor_rates)
         self.sources += [
-            CopySource("past", answers, past_rates)
-            for answers in (decoder.past, decoder.older)
-            if len(answers)
+            CopySource("past", answers, past_rates) for answers in reversed(decoder.past.parts)
         ]
         if sequence.prediction is not None:
             predicted = NgramIndex(NGRAM_SIZES)
@@ -664,10 +664,12 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
-            "of earlier answers, the older half is dropped where they would exceed `memory` tokens",
+            "earlier answers are kept in eight parts within half of `memory`; the oldest part is"
+            " dropped when they are full; the model's most probable tokens have the other half",
             "token-exact alone: its drafts depend on measured times and on the load, so that with"
             " another acceptance rule the text would too",
         ),
+        bounds={"memory": Range(0, 1 << 40)},
         remote={"max_drafts": Range(1, 64), "max_model_drafts": Range(0, 64)},
     )
 )
@@ -676,7 +678,7 @@ class Auto(Decoder):
 
     Args:
         max_drafts: Maximum number of drafts per pass.
-        memory: Maximum number of tokens of earlier answers that are kept to copy from.
+        memory: Memory of earlier answers and of the model's most probable tokens, in bytes.
         max_model_drafts: Maximum number of tokens that a draft model drafts in a round; 0: it does
             not run.
     """
@@ -684,7 +686,7 @@ class Auto(Decoder):
     requirements = Requirements(takes_prediction=True, optional_runners=(DRAFT,), reads_states=True)
 
     def __init__(
-        self, max_drafts: int = 32, memory: int = 100_000, max_model_drafts: int = 8
+        self, max_drafts: int = 32, memory: int = DEFAULT_MEMORY, max_model_drafts: int = 8
     ) -> None:
         if max_drafts < 1 or memory < 0 or max_model_drafts < 0:
             raise InvalidRequestError(
@@ -708,8 +710,7 @@ class Auto(Decoder):
 
     def clear(self) -> None:
         """Reset everything learned from earlier requests."""
-        # Earlier answers, and those before them: each up to half of the memory.
-        self.past, self.older = NgramIndex(NGRAM_SIZES), NgramIndex(NGRAM_SIZES)
+        self.past = TextParts(self.memory // 2, lambda: NgramIndex(NGRAM_SIZES))
         self.successors = Successors()
         self.rates = {
             greedy: (
@@ -778,7 +779,7 @@ class Auto(Decoder):
 
     @property
     def num_bytes(self) -> int:
-        return _BYTES_PER_TOKEN * (len(self.past) + len(self.older) + len(self.successors))
+        return self.past.num_bytes + _BYTES_PER_PAIR * len(self.successors)
 
     def decode(self, sequence: Sequence) -> Decoding:
         session = _Session(sequence, self)
@@ -801,10 +802,6 @@ class Auto(Decoder):
         self._learn(sequence.tokens)
 
     def _learn(self, answer: list[int]) -> None:
-        self.successors.limit(self.memory)
-        room = self.memory // 2
-        if len(answer) >= room:
-            return
-        if len(self.past) + len(answer) >= room:
-            self.older, self.past = self.past, NgramIndex(NGRAM_SIZES)
-        self.past.extend([*answer, SEPARATOR])
+        self.successors.limit(self.memory // 2 // _BYTES_PER_PAIR)
+        if self.memory:
+            self.past.extend([*answer, SEPARATOR])

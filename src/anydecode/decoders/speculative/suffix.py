@@ -8,7 +8,6 @@ probability is drafted: a long match allows more nodes, a short one may be more 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
     TextDraftSession,
 )
+from anydecode.decoders.framework.text_parts import TextParts
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -35,8 +35,6 @@ _BYTES_PER_STATE = 200
 _BYTES_PER_TRANSITION = 90
 #: Maximum length of a match, in tokens.
 MAX_MATCH = 64
-#: Texts are kept in this many parts, the oldest of which is dropped when memory is full.
-NUM_PARTS = 8
 #: Maximum memory of the automata of a request's own text, in bytes.
 TEXT_MEMORY = 64 << 20
 
@@ -61,7 +59,12 @@ class SuffixAutomaton:
         """The estimated memory, in bytes."""
         return _BYTES_PER_STATE * len(self.length) + _BYTES_PER_TRANSITION * self._num_transitions
 
-    def extend(self, token: int) -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append `tokens` to the text."""
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
         """Append one token to the text."""
         self.num_tokens += 1
         state = self._add(self.length[self._last] + 1, {}, 0)
@@ -111,30 +114,6 @@ class SuffixAutomaton:
             self.next[at][token] = clone
             at = self.link[at]
         return clone
-
-
-class AutomatonParts:
-    """Automata of the parts of a growing text, the oldest first, of up to `memory` bytes. When
-    these are full, the oldest part is dropped: about one eighth of the tokens."""
-
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
-        self.parts: deque[SuffixAutomaton] = deque()
-
-    @property
-    def num_bytes(self) -> int:
-        """The estimated memory, in bytes."""
-        return sum(part.num_bytes for part in self.parts)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append `tokens` to the text."""
-        parts = self.parts
-        for token in tokens:
-            if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
-                parts.append(SuffixAutomaton())
-            parts[-1].extend(token)
-            while self.num_bytes > self.memory:
-                parts.popleft()
 
 
 #: States of the same string in several automata.
@@ -275,13 +254,13 @@ class SuffixDrafter(Drafter):
         self.factor = factor
         self.min_probability = min_probability
         self.memory = memory
-        self._earlier = AutomatonParts(memory)
+        self._earlier = TextParts(memory, SuffixAutomaton)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
     def clear(self) -> None:
-        self._earlier = AutomatonParts(self.memory)
+        self._earlier = TextParts(self.memory, SuffixAutomaton)
 
     @property
     def parts(self) -> Seq[SuffixAutomaton]:
@@ -325,7 +304,7 @@ class _Session(TextDraftSession):
     def __init__(self, sequence: Sequence, drafter: SuffixDrafter) -> None:
         super().__init__(sequence)
         self.drafter = drafter
-        self._own = AutomatonParts(TEXT_MEMORY)
+        self._own = TextParts(TEXT_MEMORY, SuffixAutomaton)
         self._cursors: list[_Cursor] = []
 
     def read(self, tokens: list[int]) -> None:

@@ -23,7 +23,7 @@ def suffix() -> Iterator[Check]:
     text = rng.integers(0, 3, 60).tolist()
     automaton, agree = SuffixAutomaton(), True
     for token in text:
-        automaton.extend(token)
+        automaton.append(token)
     for length in range(1, 8):
         for start in range(len(text) - length + 1):
             state, part = 0, text[start : start + length]
