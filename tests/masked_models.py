@@ -19,4 +19,8 @@ def tiny_masked_llm(**options: Any) -> LLM:
     head[[97, 101, 48, 49], 0] += 3.0
     executor = readable_executor(options.pop("backend", None))
     model = Transformer(network, name="tiny", executor=executor)
-    return LLM(model, tokenizer=ByteTokenizer(), **{"cache_positions": 2048, **options})
+    return LLM(
+        model,
+        tokenizer=ByteTokenizer(),
+        **{"cache_positions": 2048, "drafting": "fixed", **options},
+    )

@@ -69,7 +69,11 @@ def with_masks(network: Network, backend: str | None = None, **masks: Any) -> Tr
 def future_model(**options: Any) -> LLM:
     """An engine over `future_network` with masks; `options` are those of `LLM`."""
     model = with_masks(future_network(), options.pop("backend", None))
-    return LLM(model, tokenizer=ByteTokenizer(), **{"cache_positions": 4096, **options})
+    return LLM(
+        model,
+        tokenizer=ByteTokenizer(),
+        **{"cache_positions": 4096, "drafting": "fixed", **options},
+    )
 
 
 def small_future_network() -> Network:

@@ -58,7 +58,11 @@ def with_maps(network: Network, layers: tuple[int, ...], backend: str | None = N
 def transfer_model(layers: tuple[int, ...] = (1, 2, 2), **options: Any) -> LLM:
     """An engine over `transfer_network` with maps; `options` are those of `LLM`."""
     model = with_maps(transfer_network(), layers, options.pop("backend", None))
-    return LLM(model, tokenizer=ByteTokenizer(), **{"cache_positions": 4096, **options})
+    return LLM(
+        model,
+        tokenizer=ByteTokenizer(),
+        **{"cache_positions": 4096, "drafting": "fixed", **options},
+    )
 
 
 def small_transfer_model() -> LLM:

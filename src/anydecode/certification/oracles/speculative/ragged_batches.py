@@ -28,7 +28,9 @@ def ragged_batch(key: str) -> Iterator[Check]:
         alone = [llm.generate(prompt, **options) for prompt in prompts]
     target = RecordingModel(TARGET, vocab_size=VOCABULARY)
     draft = ScriptedModel(blurred(TARGET, error=0.6), vocab_size=VOCABULARY)
-    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048) as llm:
+    with LLM(
+        target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048, drafting="fixed"
+    ) as llm:
         batch = llm.generate(prompts, **options)
         llm.engine.check_integrity()
     yield Check(
