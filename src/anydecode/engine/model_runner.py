@@ -267,8 +267,9 @@ class ModelRunner:
             one.weight = request.sequence.token_weight
 
     def _weigh_tokens(self, plan: Plan, spans: list[MultiStepSpan], costs: CostModel) -> None:
-        """Set what a token of each of several sequences is worth: as much as one of another where
-        sequences wait for one to end."""
+        """Set what a token of each of several sequences counts for: as much as one of another where
+        sequences wait for one to end. It is at most 1, since it stays during the pass, in which a
+        sequence that was to end last may overtake the others."""
         sequences = [request.sequence for request, _, _ in plan.scheduled]
         weights = [1.0] * len(spans)
         if not costs.num_waiting():
@@ -277,7 +278,7 @@ class ModelRunner:
             remaining = [max(1, sequence.remaining) for sequence in sequences]
             weights = token_weights(remaining, alone, max(alone, together), costs.end_rate())
         for sequence, weight in zip(sequences, weights, strict=True):
-            sequence.token_weight = weight
+            sequence.token_weight = min(1.0, weight)
 
     def _max_steps(self, num_sequences: int) -> int:
         """The number of steps over one row of each sequence that take `MAX_MULTI_STEP_SECONDS`.

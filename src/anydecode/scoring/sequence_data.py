@@ -82,7 +82,7 @@ class SequenceData:
         num_rows: Number of rows that the target has computed.
         num_cached_tokens: Prompt tokens taken from the target's prefix cache.
         token_weight: What a token of it saves in the last multi-step pass with others, relative to
-            their mean (`scoring.goodput.token_weights`).
+            their mean, at most 1 (`scoring.goodput.token_weights`).
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
