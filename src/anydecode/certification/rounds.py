@@ -75,7 +75,8 @@ def blurred(logits: Logits, seed: int = 9, error: float = 1.5) -> Logits:
 
 
 def scripted(logits: Logits, draft: Logits | Seq[Logits] = (), **options: Any) -> LLM:
-    """An engine over these logits, with draft models of the logits `draft`."""
+    """An engine over these logits, with draft models of the logits `draft`. Each request drafts as
+    its method says."""
     drafts = [draft] if callable(draft) else draft
     return LLM(
         ScriptedModel(logits, vocab_size=VOCABULARY),
@@ -83,6 +84,7 @@ def scripted(logits: Logits, draft: Logits | Seq[Logits] = (), **options: Any) -
         draft=[ScriptedModel(one, vocab_size=VOCABULARY) for one in drafts],
         cache_positions=4096,
         prefix_cache=False,
+        drafting="fixed",
         **options,
     )
 
