@@ -9,9 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from anydecode import LLM
-from anydecode.benchmarks.draft_priors import DraftRates, drafter_rounds, measure
+from anydecode.benchmarks.draft_priors import (
+    DraftRates,
+    drafter_rounds,
+    measure,
+    saved_by_top_tokens,
+)
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.cli.main import app
+from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, DraftRecord, ModelSource
 from anydecode.models.scripted import ByteTokenizer
 
@@ -65,7 +72,8 @@ def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     result = CliRunner().invoke(app, [*command, "--json", str(target)])
     found = json.loads(target.read_text())
-    assert found["tokens"] == 8 and set(found["rates"]) == set(found["rounds"]) == {"0.0", "0.8"}
+    assert found["tokens"] == 8
+    assert set(found["rates"]) == set(found["rounds"]) == set(found["saved"]) == {"0.0", "0.8"}
 
 
 def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +85,24 @@ def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) 
     assert found["seconds"] == pytest.approx(found["drafts"] * found["seconds_per_draft"])
     with tiny_llm() as llm:
         assert drafter_rounds(llm, [[97, 98]], 16, 0.0)["rounds"] == 0
+
+
+def test_recording_top_tokens_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same passes are counted with an `auto` that finds calls free, or endless. Passes take so
+    long that what else was measured does not count."""
+    monkeypatch.setattr(Auto, "record_call", lambda *_: None)
+    prompts, passes = [[97, 98], [99]], {}
+    with LLM(tiny_model(residual=0.0), tokenizer=ByteTokenizer()) as llm:
+        llm.cost_model = FixedCosts(lambda rows, _: 1000.0 + rows)
+        found = saved_by_top_tokens(llm, prompts, 64, 0.8)
+        for seconds in (0.0, 1e9):
+            decoder, passes[seconds] = Auto(max_model_drafts=0), 0
+            decoder.call_seconds, decoder.num_calls = seconds, 1
+            for prompt in prompts:
+                llm.clear()
+                decoder.clear()
+                answer = llm.generate(
+                    prompt, decoder=decoder, max_tokens=64, temperature=0.8, seed=1
+                )
+                passes[seconds] += answer.stats.passes
+    assert found == 1 - passes[0.0] / passes[1e9] > 0

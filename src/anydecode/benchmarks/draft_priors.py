@@ -1,5 +1,6 @@
 """`anydecode bench draft-priors`: how often copies from the text and the model's own most probable
-tokens are right, and what its drafter brings, on prompts and answers that the model writes itself.
+tokens are right, what recording these saves, and what its drafter brings, on prompts and answers
+that the model writes itself.
 
 `auto`, `token-recycling` and `stand` begin with rates of these kinds.
 """
@@ -13,6 +14,7 @@ import typer
 
 from anydecode.api.llm import LLM
 from anydecode.decoders.framework.ngram_index import NgramIndex
+from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, class_of
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
@@ -151,6 +153,44 @@ def drafter_rounds(
     }
 
 
+class _SinglePasses(Auto):
+    """`auto` with one pass per call, whose top tokens are always recorded."""
+
+    def multi_step_pays(self, pass_seconds: float, measures_calls: bool) -> bool:
+        return False
+
+    def learning_pays(self, pass_seconds: float) -> bool:
+        return True
+
+
+class _Bursts(Auto):
+    """`auto` with several passes per call, wherever the engine allows it."""
+
+    def multi_step_pays(self, pass_seconds: float, measures_calls: bool) -> bool:
+        return True
+
+
+def saved_by_top_tokens(
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
+) -> float:
+    """The share of passes that `auto` without a drafter saves by calls of one pass, which record
+    the model's top tokens and verify trees, of those with several passes per call. Decoders and
+    caches are cleared before each prompt."""
+    counts = []
+    for decoder in (_SinglePasses(max_model_drafts=0), _Bursts(max_model_drafts=0)):
+        total = 0
+        for prompt in prompts:
+            llm.clear()
+            decoder.clear()
+            answer = llm.generate(
+                list(prompt), decoder=decoder, max_tokens=tokens, temperature=temperature, seed=1
+            )
+            total += answer.stats.passes
+        counts.append(total)
+    single, several = counts
+    return 1 - single / several
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the rates as tables."""
     print(f"{result['model']}: {result['prompts']} prompts, answers of {result['tokens']} tokens")
@@ -179,6 +219,8 @@ def show(result: dict[str, Any]) -> None:
             f" {found['drafts']:.2f} drafts, {found['accepted']:.2f} of them accepted; drafting"
             f" takes {found['seconds']:.2f} passes, {found['seconds_per_draft']:.3f} per draft"
         )
+    for temperature, share in result["saved"].items():
+        print(f"T={temperature}: recording top tokens saves {100 * share:.1f}% of the passes")
 
 
 def bench_draft_priors(
@@ -193,9 +235,9 @@ def bench_draft_priors(
     json_file: JsonFile = None,
 ) -> None:
     """Acceptance rates of drafts that need no model: copies by the length of the match, and the
-    most probable tokens of earlier passes, in greedy and in sampled texts; and what rounds with
-    drafts of the model's drafter bring, if it has one. The model writes its prompts itself, every
-    fourth of many lines.
+    most probable tokens of earlier passes, in greedy and in sampled texts; what rounds with drafts
+    of the model's drafter bring, if it has one; and the passes that recording the most probable
+    tokens saves. The model writes its prompts itself, every fourth of many lines.
 
     Example: anydecode bench draft-priors --prompts 16
     """
@@ -213,6 +255,9 @@ def bench_draft_priors(
                 str(one): drafter_rounds(llm, texts, tokens, one)
                 for one in TEMPERATURES
                 if DRAFT in llm.engine.runners
+            },
+            "saved": {
+                str(one): saved_by_top_tokens(llm, texts, tokens, one) for one in TEMPERATURES
             },
         }
     write_report(result, json_file, lambda: show(result))

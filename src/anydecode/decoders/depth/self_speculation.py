@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
+from contextlib import closing
 from time import perf_counter
 from typing import Any
 
@@ -116,12 +117,10 @@ class SelfSpeculative(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        session, share = self.open(sequence), draft_share(sequence, self, self.acceptance)
-        try:
+        session = self.open(sequence)
+        with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, share)
-        finally:
-            share.close()
 
     def _round(self, sequence: Sequence, session: DepthSession, share: DraftShare) -> Decoding:
         unscored = sequence.unscored()

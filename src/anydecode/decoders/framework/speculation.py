@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -311,13 +312,10 @@ class Speculative(Decoder):
 
     def decode(self, sequence: Sequence) -> Decoding:
         session, budget = self.drafter.open(sequence), self.budget(sequence)
-        share = draft_share(sequence, self, self.acceptance)
-        try:
+        with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, budget, share)
             session.end()
-        finally:
-            share.close()
 
     def _round(
         self, sequence: Sequence, session: DraftSession, budget: DraftBudget, share: DraftShare

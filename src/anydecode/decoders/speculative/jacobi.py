@@ -7,6 +7,8 @@ the block no longer changes, which gives the tokens of plain decoding.
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
@@ -81,11 +83,8 @@ class Jacobi(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        share = draft_share(sequence, self, self.acceptance)
-        try:
+        with closing(draft_share(sequence, self, self.acceptance)) as share:
             yield from self._iterate(sequence, share)
-        finally:
-            share.close()
 
     def _iterate(self, sequence: Sequence, share: DraftShare) -> Decoding:
         iterate: list[int] = []

@@ -4,6 +4,7 @@ Decoding with Adaptive Draft Length", arXiv:2408.11850)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from time import perf_counter
 
 from anydecode.catalogue import Card, Range, register
@@ -103,11 +104,8 @@ class Pearl(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        share = draft_share(sequence, self, self.acceptance)
-        try:
+        with closing(draft_share(sequence, self, self.acceptance)) as share:
             yield from self._rounds(sequence, share)
-        finally:
-            share.close()
 
     def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)

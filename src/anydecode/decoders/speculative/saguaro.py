@@ -8,6 +8,7 @@ An outcome is the number of accepted drafts and the bonus token.
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +151,8 @@ class Saguaro(Decoder):
         self.discount = discount
 
     def decode(self, sequence: Sequence) -> Decoding:
-        share = draft_share(sequence, self, self.acceptance)
-        try:
+        with closing(draft_share(sequence, self, self.acceptance)) as share:
             yield from self._rounds(sequence, share)
-        finally:
-            share.close()
 
     def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)
