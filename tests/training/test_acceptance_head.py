@@ -50,7 +50,7 @@ def head_of(llm: LLM, decoder: Any) -> dict[str, np.ndarray]:
 
 
 def test_a_stored_head_is_opened_with_its_draft_model_and_used(draft: Path, tmp_path: Path) -> None:
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         assert not head_of(llm, llm.decoder("specdec++:rate=0"))
         run = AcceptanceHeadRun(llm, tmp_path / "run", RECIPE, PROMPTS)
         before = run.head(run.states[:4]).copy()
@@ -60,7 +60,7 @@ def test_a_stored_head_is_opened_with_its_draft_model_and_used(draft: Path, tmp_
     found = [predict(run.head.parameters, state) for state in run.states[:4]]
     assert np.allclose(found, run.head(run.states[:4]), atol=1e-5)
     run.weights.save(draft / FILE_NAME)
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         used = head_of(llm, llm.decoder("specdec++:rate=0"))
         assert used.keys() == run.head.parameters.keys()
         assert all(np.array_equal(used[name], run.head.parameters[name]) for name in used)
@@ -76,13 +76,13 @@ def test_a_stored_head_is_opened_with_its_draft_model_and_used(draft: Path, tmp_
 def test_a_stored_head_ends_the_chains(
     draft: Path, tmp_path: Path, bias: float, length: int
 ) -> None:
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         run = AcceptanceHeadRun(llm, tmp_path / "run", RECIPE, PROMPTS[:8])
     weights = run.weights
     weights.parameters["output"][...] = 0.0
     weights.parameters["output_bias"][...] = [-bias, bias]
     weights.save(draft / FILE_NAME)
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "trace": True}
         decoder = "specdec++:rate=0,size=6"
         trace = llm.generate([[5, 6, 9]], decoder=decoder, **options)[0].trace or []
@@ -102,21 +102,24 @@ def test_drafters_that_read_states_have_a_head_too(drafter: Any, tmp_path: Path)
 
 
 def test_the_head_of_other_models_is_refused(draft: Path, tmp_path: Path) -> None:
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         run = AcceptanceHeadRun(llm, tmp_path / "run", RECIPE, PROMPTS[:8])
     weights, (own, target) = run.weights, run.fingerprints
     for wrong in (("0", target), (own, "0")):
         AcceptanceWeights(weights.parameters, *wrong).save(draft / FILE_NAME)
-        with LLM(MODEL, draft=draft) as llm, pytest.raises(InvalidRequestError, match="another"):
+        with (
+            LLM(MODEL, draft=draft, drafting="fixed") as llm,
+            pytest.raises(InvalidRequestError, match="another"),
+        ):
             llm.generate([5, 6], decoder="specdec++", max_tokens=4)
     parameters = {**weights.parameters, "output": np.zeros((3, 4), np.float32)}
     AcceptanceWeights(parameters, own, target).save(draft / FILE_NAME)
     with pytest.raises(CheckpointError, match="the shapes are"):
-        LLM(MODEL, draft=draft)
+        LLM(MODEL, draft=draft, drafting="fixed")
 
 
 def test_an_interrupted_run_is_resumed(draft: Path, tmp_path: Path) -> None:
-    with LLM(MODEL, draft=draft) as llm:
+    with LLM(MODEL, draft=draft, drafting="fixed") as llm:
         whole = AcceptanceHeadRun(llm, tmp_path / "whole", RECIPE, PROMPTS)
         whole.train()
         part = AcceptanceHeadRun(llm, tmp_path / "part", RECIPE, PROMPTS)

@@ -53,7 +53,7 @@ def judged_model(*, reads_draft: bool = False, **options: Any) -> LLM:
     draft = Transformer(network, name="draft", executor=readable_executor(backend))
     if reads_draft:
         model.judge = random_judge(judged_network(), network)
-    options = {"draft": draft, "cache_positions": 4096, **options}
+    options = {"draft": draft, "cache_positions": 4096, "drafting": "fixed", **options}
     return LLM(model, tokenizer=ByteTokenizer(), **options)
 
 

@@ -216,7 +216,9 @@ class DraftModelRun(AnswerRun):
         prompts = [prompt for prompt, _ in self._held_out[:NUM_EVALUATED]]
         threads, size = torch.get_num_threads(), self.recipe.size
         decoder = f"speculative-sampling:size={size}"
-        with LLM(self._checkpoint.path, draft=self.draft_folder, threads=threads) as llm:
+        with LLM(
+            self._checkpoint.path, draft=self.draft_folder, threads=threads, drafting="fixed"
+        ) as llm:
             measured = {
                 f"temperature {temperature}": measure(
                     llm, prompts, decoder, size, self.recipe.tokens, temperature

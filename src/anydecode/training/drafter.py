@@ -332,7 +332,13 @@ class DrafterRun(TrainingRun[list[float]]):
         threads = torch.get_num_threads()
         depth = min(DEPTH, self.learner.max_drafts or DEPTH)
         decoder = self.learner.decoder.format(depth)
-        with LLM(self.model_path, draft=self.drafter, dtype=self.dtype, threads=threads) as llm:
+        with LLM(
+            self.model_path,
+            draft=self.drafter,
+            dtype=self.dtype,
+            threads=threads,
+            drafting="fixed",
+        ) as llm:
             for temperature in (0.0, 0.8):
                 self.results[f"temperature {temperature}"] = measure(
                     llm, prompts, decoder, depth, self.options.tokens, temperature

@@ -156,7 +156,7 @@ class ScalingStudy:
         prompts = [prompt for prompt, _ in pairs[:NUM_EVALUATED]]
         speeds = []
         draft, threads = folder if layers else None, torch.get_num_threads()
-        with LLM(self.checkpoint.path, draft=draft, threads=threads) as llm:
+        with LLM(self.checkpoint.path, draft=draft, threads=threads, drafting="fixed") as llm:
             options: dict[str, Any] = {
                 "decoder": decoder,
                 "temperature": 0.0,

@@ -89,7 +89,7 @@ def test_text_is_that_of_plain_decoding_while_weights_change(
     target, draft = (tiny_model(layers=layers, seed=layers, backend=backend) for layers in (2, 1))
     options: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
     prompts = ["the cat", "a quick zebra", "zq"]
-    with LLM(target, tokenizer=ByteTokenizer(), draft=draft) as llm:
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, drafting="fixed") as llm:
         plain = llm.generate(prompts, decoder="autoregressive", ignore_eos=True, **options)
         network = draft.network
         for _ in range(2):

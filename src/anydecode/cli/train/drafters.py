@@ -701,7 +701,7 @@ def train_judge(
         asked += own_questions(questions, seed)
     if data or marked:
         Random(seed).shuffle(asked)
-    with LLM(model, draft=draft, threads=threads or None) as llm:
+    with LLM(model, draft=draft, threads=threads or None, drafting="fixed") as llm:
         run = trained(
             lambda: JudgeRun(llm, out, recipe, asked[:questions], result), "labels", threads
         )
@@ -774,7 +774,7 @@ def train_acceptance_head(
         rate=rate,
         seed=seed,
     )
-    with LLM(model, draft=draft, threads=threads or None) as llm:
+    with LLM(model, draft=draft, threads=threads or None, drafting="fixed") as llm:
         run = trained(
             lambda: AcceptanceHeadRun(llm, out, recipe, prompts_to_answer(llm, answers, seed)),
             "steps",
