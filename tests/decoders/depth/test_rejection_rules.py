@@ -84,6 +84,28 @@ def test_distributions_that_are_ignored_are_noticed(
     assert not checks(key)[0].passed
 
 
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "swift"])
+def test_every_draft_has_the_distribution_that_it_was_sampled_from(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it samples follow the target too, but fewer drafts are accepted."""
+    chains = list[tuple[list[int], list[np.ndarray] | None]]()
+
+    def recorded(drafts: list[int], rows: list[np.ndarray] | None) -> TokenTree:
+        chains.append((list(drafts), rows))
+        return sampled_chain(drafts, rows)
+
+    monkeypatch.setattr(self_speculation, "sampled_chain", recorded)
+    open_llm, _, given = SETTINGS[key]
+    with open_llm() as llm:
+        decoder = catalogue.build(key, acceptance="rejection", **given)
+        llm.generate(list(PROMPT), decoder=decoder, max_tokens=24, temperature=0.8)
+    drafted = [pair for drafts, rows in chains for pair in zip(drafts, rows or (), strict=False)]
+    assert len(drafted) == sum(len(drafts) for drafts, _ in chains) > 0
+    for token, row in drafted:
+        assert row.sum() == pytest.approx(1) and row[token] > 0
+
+
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("rule", ["typical", "top-m", "rejection"])
 def test_other_rules_run(key: str, rule: str) -> None:

@@ -90,9 +90,10 @@ class CloverDrafter(TreeDrafter):
             "Clover's own drafters, of which no files or code are published, have a layout of ours"
             " (`anydecode train drafter --recipe clover-1`): one layer behind the target's last"
             " state, then per head an attention decoder for the token drafted before and an MLP"
-            " x + silu(W x + b); as in the code of Clover-2, a cosine weighs the attention to the"
-            " token, and a norm stands before the target's head; 3 heads by default, which learn"
-            " the tokens of the model's own answers with equal weights",
+            " x + silu(W x + b); as in the code of Clover-2, the state is that before the final"
+            " norm, a cosine weighs the attention to the token without a product behind it, and a"
+            " norm stands before the target's head; 3 heads by default, which learn the tokens of"
+            " the model's own answers with equal weights",
             "the budget is Clover's: candidates below a quarter of the best one's probability are"
             " dropped, too, which Clover-2's code leaves out",
             "8 nodes of up to 5 heads by default (Clover: 4; the code of Clover-2: 20)",

@@ -40,8 +40,8 @@ METRICS = Words(("probability", "entropy", "margin"))
             "LUD is the same decoding with the probability as confidence, its threshold as"
             " threshold, and masks for its placeholders; anydecode train masks --units trains it",
             "LUD's rule against repetition was not found in full: with repeats=False a pass ends"
-            " before a token that equals the one before it, which the next pass generates from the"
-            " text alone",
+            " before a mask's token that equals the one before it, and the next pass generates this"
+            " token from the text alone, where it may repeat",
             "the last mask of the paper's block is left out, since its row is not read",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
             " cache by blocks, which lets texts of a batch wait for each other, is not needed",
@@ -49,8 +49,9 @@ METRICS = Words(("probability", "entropy", "margin"))
             " masks and takes every rule",
             "a sampler's token at T > 0 has the noise of plain decoding at its position",
             "anydecode train masks trains an adapter with groups of masks behind random tokens of"
-            " the model's own answers, or with --units behind the lexical units of LUD; the papers"
-            " train all weights, that of MARS on [masked | clean] texts",
+            " the model's own answers, or with --units where a lexical unit of LUD follows, but for"
+            " the last tokens of an answer; the papers train all weights, that of MARS on"
+            " [masked | clean] texts",
         ),
         bounds={"block": Range(1, 256)},
         remote={"block": Range(1, 16), "threshold": Range(0, 100), "metric": METRICS},
