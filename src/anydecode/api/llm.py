@@ -125,8 +125,9 @@ class LLM:
         max_running: Maximum number of sequences that run at the same time.
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
         schedule: A catalogue key ("sarathi-serve:budget=256") or a `Schedule`.
-        drafting: What limits how much all requests together draft: a catalogue key or object, by
-            default "smartspec-server"; "fixed": each request drafts as much as its method says.
+        drafting: What limits how much all requests together draft: a catalogue key or an object
+            of this engine alone, by default "smartspec-server"; "fixed": each request drafts as
+            much as its method says.
         prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".

@@ -19,11 +19,13 @@ from anydecode.certification.tiny import (
 from anydecode.certification.tiny_blocks import dspark_checkpoint
 from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.decoders.framework import speculation
+from anydecode.decoders.framework.speculation import by_probability
 from anydecode.decoders.speculative import smartspec_server
 from anydecode.decoders.speculative.smartspec_server import (
     AcceptanceCounts,
     ServerGoodput,
     ServerShare,
+    SourceRates,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
@@ -83,6 +85,18 @@ def test_certificate_rejects_trees_whose_last_nodes_are_left_out(monkeypatch: Pa
 
     monkeypatch.setattr(oracle, "by_probability", lambda tree, chances: (tree, chances))
     assert_rejected("smartspec-server")
+
+
+def test_certificate_rejects_times_that_do_not_fade(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(SourceRates, "forget_seconds", lambda self: None)
+    assert_rejected("smartspec-server")
+
+
+def test_siblings_stay_in_the_order_by_which_their_rates_are_known() -> None:
+    tree = TokenTree([10, 20, 11, 21], [-1, -1, 0, 1])
+    ordered, chances = by_probability(tree, [0.3, 0.5, 0.1, 0.4])
+    assert (ordered.tokens, ordered.parents) == ([10, 20, 21, 11], [-1, -1, 1, 0])
+    assert chances == [0.3, 0.3, 0.3, 0.1]
 
 
 def test_certificate_rejects_counts_that_do_not_fade(monkeypatch: Patch) -> None:

@@ -21,7 +21,8 @@ from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.scoring.score import DecoderAction, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
 
-#: Rows of a prompt whose states are read at a time.
+#: Rows of a prompt whose states are read at a time, and maximum number of states of rows without
+#: drafts that are kept for the trained layer.
 CHUNK = 256
 
 
@@ -88,7 +89,8 @@ class ExitSession(DepthSession):
 
     def observe_plain(self, scores: Scores) -> None:
         state = scores.hidden[self.exit].copy()
-        self._unread = np.concatenate([self._unread, state]) if len(self._unread) else state
+        known = np.concatenate([self._unread, state]) if len(self._unread) else state
+        self._unread = known[-CHUNK:]
 
     def _trained_layer(self, states: np.ndarray, logits: bool = True) -> ScoreRequest:
         """The request that runs the trained layer over states of the target behind its exit."""

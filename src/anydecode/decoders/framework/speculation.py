@@ -23,7 +23,7 @@ from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import Sequence
-from anydecode.scoring.tree import TokenTree
+from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Maximum number of tokens forced by a constraint that one round drafts.
 MAX_FORCED = 64
@@ -259,11 +259,17 @@ def burst(sequence: Sequence, share: DraftShare) -> Decoding:
 
 def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq[float]]:
     """A draft with its most probable nodes first, and their probabilities in this order: of rows
-    that may be left out, the last ones are first. No node may be more probable than its parent."""
-    order = sorted(range(len(chances)), key=lambda node: -chances[node])
+    that may be left out, the last ones are first. Siblings stay in their order, by which chances
+    are known: a node counts no more than its parent and than the sibling before it."""
+    bounds, last = list[float](), dict[int, float]()
+    for chance, parent in zip(chances, tree.parents, strict=False):
+        above = 1.0 if parent == ROOT else bounds[parent]
+        last[parent] = min(chance, above, last.get(parent, 1.0))
+        bounds.append(last[parent])
+    order = sorted(range(len(bounds)), key=lambda node: -bounds[node])
     if order == list(range(len(order))):
-        return tree, chances
-    return tree.reordered(order), [chances[node] for node in order]
+        return tree, bounds
+    return tree.reordered(order), [bounds[node] for node in order]
 
 
 class Speculative(Decoder):

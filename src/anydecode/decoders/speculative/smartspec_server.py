@@ -25,14 +25,15 @@ from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Depths, and ranks among siblings, with a rate of their own; later ones have that of the last.
 NUM_DEPTHS, NUM_RANKS = 4, 8
-#: Rates before anything was verified, by rank: none is less than the rate can be, so that every
-#: source is tried, and tried again when its counts have faded. The last one is that of any child.
+#: Rates before anything was verified, by rank: high ones, so that every source is tried, and tried
+#: again when its counts have faded. The last one is that of any child.
 FIRST_RATES = np.array([*(0.5**rank for rank in range(NUM_RANKS)), 1.0])
 #: Rounds in which the counts of a request, and those of all requests of its source, fade to 1/e,
 #: and the drafts of the request that count as much as all of its source.
 OWN_ROUNDS, SHARED_ROUNDS, SHARED_WEIGHT = 32, 256, 4
-#: Weight of a round in the average of the seconds per level.
-COST_RATE = 0.1
+#: Weights of a round in the average of the seconds per level: of one that takes longer, which may
+#: include other work of the machine, and of one that takes less.
+SLOWER_RATE, FASTER_RATE = 0.1, 0.5
 
 
 def num_levels(tree: TokenTree) -> int:
@@ -94,6 +95,16 @@ class SourceRates:
         self.counts = AcceptanceCounts(SHARED_ROUNDS)
         self.seconds_per_level = 0.0
 
+    def record_seconds(self, per_level: float) -> None:
+        """Add those of a level of a draft."""
+        rate = SLOWER_RATE if per_level > self.seconds_per_level else FASTER_RATE
+        self.seconds_per_level += rate * (per_level - self.seconds_per_level)
+
+    def forget_seconds(self) -> None:
+        """Let them fade in a round without a draft, so that drafts which were left out for their
+        time are tried again."""
+        self.seconds_per_level *= 1 - 1 / SHARED_ROUNDS
+
     def rates(self) -> np.ndarray:
         """As of `AcceptanceCounts`."""
         return self.counts.rates(None, 1.0)
@@ -113,6 +124,7 @@ class ServerShare:
         self.can_burst = False
         self.is_chain, self.num_levels = True, 0  # of the last draft
         self.num_whole_rows = 0  # of the last draft, if no pass may leave out rows of it
+        self._has_drafted = False
         self._rates: np.ndarray | None = None
 
     @property
@@ -161,12 +173,14 @@ class ServerShare:
         self.counts.record(tree, path)
         self.source.counts.record(tree, path)
         if not len(tree):
+            self.source.forget_seconds()
             return
         self.is_chain = tree.is_chain
         self.num_levels = num_levels(tree)
         self.num_whole_rows = len(tree) if is_whole else 0
-        per_level = seconds / self.num_levels
-        self.source.seconds_per_level += COST_RATE * (per_level - self.source.seconds_per_level)
+        if self._has_drafted:  # in the first draft a draft model has read the prompt, too
+            self.source.record_seconds(seconds / self.num_levels)
+        self._has_drafted = True
 
     def close(self) -> None:
         self.server.remove(self)
@@ -194,8 +208,8 @@ class ServerShare:
             "methods whose text depends on the drafts (rejection sampling, lossy acceptance) are"
             " not limited, so that no result depends on the load",
             "drafts whose rows a method needs all (`lookahead`, `ppd`), and those of methods that"
-            " verify in other ways (`pearl`, `saguaro`, early exits), are left out before they are"
-            " made, or not at all",
+            " verify in other ways (`pearl`, early exits), are left out before they are made, or"
+            " not at all; of `saguaro` only the verified rows are limited",
             "`auto` has rates of its own, and its rows are planned together with the others",
         ),
     )

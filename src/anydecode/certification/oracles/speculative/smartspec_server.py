@@ -205,6 +205,15 @@ def _trials() -> Iterator[Check]:
     late = [bool(size) for size in sizes[300:]]
     is_right = 0 < sum(late) < 0.05 * len(late)
     yield Check("wrong drafts are tried now and then", is_right, f"{sum(late)} of {len(late)}")
+    server = ServerGoodput()
+    share = _observed(server, costs)[0]
+    share.observe(TokenTree.chain([1, 2, 3, 4]), [0, 1, 2, 3], 400.0)
+    sizes = []
+    for _ in range(1500):
+        sizes.append(share.size(4))
+        share.observe(TokenTree.chain([1, 2, 3, 4][: sizes[-1]]), list(range(sizes[-1])), 0.0)
+    is_right = sizes[0] == 0 and all(sizes[-100:])
+    yield Check("drafts return after a slow one", is_right, f"{sizes.count(0)} rounds without")
 
 
 def _texts() -> Iterator[Check]:
