@@ -216,6 +216,13 @@ def test_chat_answers_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["tokens"] == expected
 
 
+def test_chat_takes_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, load = [], options.load
+    monkeypatch.setattr(options, "load", lambda *given: drafts.append(given[4]) or load(*given))
+    assert invoke("chat", "--prompt", "hi", "--max-tokens", "2", "--draft", "one") == 0
+    assert drafts == [["one"]]
+
+
 def test_quit_ends_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def chat(
     family: options.Family = None,
     mask: options.Mask = None,
     block: options.Block = None,
+    draft: options.Drafts = None,
     json: options.Json = False,
 ) -> None:
     """Chat with a model; /help lists the commands of a conversation.
@@ -64,7 +65,7 @@ def chat(
         message = "-"
     if message is not None:
         message = options.read_text(message, "prompt")
-    llm = options.load(model, dtype, threads, backend, None, cache, family, mask, block)
+    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,
