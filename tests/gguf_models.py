@@ -247,6 +247,30 @@ def write_gguf(
     finish(writer)
 
 
+def named_tensors(
+    model: Any, outer: dict[str, str] = OUTER
+) -> tuple[dict[str, np.ndarray], list[tuple[str, str, np.ndarray]]]:
+    """Tensors of a model of `transformers` by their names in a file: those outside the layers, and
+    those of experts. And the other ones: the name of the block, what follows the layer in the
+    model's name, and the tensor."""
+    found, others = {}, []
+    for name, parameter in model.state_dict().items():
+        tensor = parameter.numpy()
+        if name in outer:
+            found[outer[name]] = tensor
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        block = f"blk.{layer}."
+        if rest.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(tensor, 2, 1), strict=True):
+                found[f"{block}ffn_{part}_exps.weight"] = half
+        elif rest.endswith("experts.down_proj"):
+            found[f"{block}ffn_down_exps.weight"] = tensor
+        else:
+            others.append((block, rest, tensor))
+    return found, others
+
+
 def one_bit(matrix: np.ndarray) -> np.ndarray:
     """A matrix in Q1_0, which the package `gguf` does not write: the mean magnitude of 128 numbers,
     and their signs."""

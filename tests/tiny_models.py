@@ -41,6 +41,18 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+#: LongCat-Flash of two layers of two halves each.
+LONGCAT_SIZES = {
+    **LATENT_SIZES,
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+    "n_routed_experts": 6,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+    "expert_ffn_hidden_size": 24,
+}
 #: Prompts with repeated text, for drafts, and with common beginnings, for caches.
 PROMPTS = [
     "the cat sat on the mat, the cat sat on the mat, the cat sat on",

@@ -16,7 +16,7 @@ from anydecode.models.families import spec_from_config
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_file import GGUFFile
-from gguf_models import finish, start_writer
+from gguf_models import finish, named_tensors, start_writer
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import LATENT_SIZES, built, chain, hf_logits, hf_model, logits, own_model
 
@@ -122,30 +122,14 @@ NAMES = {
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
-OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 
 
 def tensors_of(model: Any, has_heads: bool) -> dict[str, np.ndarray]:
     """The tensors of a model of `transformers`, by their names in the file."""
-    config, found = model.config, {}
-    for name, parameter in model.state_dict().items():
-        tensor = parameter.numpy()
-        if name in OUTER:
-            found[OUTER[name]] = tensor
-            continue
-        _, _, layer, rest = name.split(".", 3)
-        block = f"blk.{layer}."
-        if rest == "mlp.experts.gate_up_proj":
-            half = tensor.shape[1] // 2
-            found[f"{block}ffn_gate_exps.weight"] = tensor[:, :half]
-            found[f"{block}ffn_up_exps.weight"] = tensor[:, half:]
-        elif rest == "mlp.experts.down_proj":
-            found[f"{block}ffn_down_exps.weight"] = tensor
-        elif rest.endswith("e_score_correction_bias"):
+    config = model.config
+    found, others = named_tensors(model)
+    for block, rest, tensor in others:
+        if rest.endswith("e_score_correction_bias"):
             found[f"{block}exp_probs_b.bias"] = tensor
         elif rest == "self_attn.kv_b_proj.weight" and has_heads:
             heads = tensor.reshape(config.num_attention_heads, -1, tensor.shape[-1])

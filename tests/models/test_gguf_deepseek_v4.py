@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gguf_models
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
 from anydecode.quantization.gguf import quantize_file
-from gguf_models import finish, usual_metadata, writer_with
+from gguf_models import finish, named_tensors, usual_metadata, writer_with
 from llama_cpp_logits import llama_cpp_logits
 from parity_cases import parity_module
 from tiny_models import built, chain, hf_logits, hf_model, logits
@@ -26,9 +27,7 @@ RATIOS = {
 }
 LAYERS = [0, 4, 128, 4]
 OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
+    **gguf_models.OUTER,
     **{f"model.hc_head.hc_{x}": f"output_hc_{x}.weight" for x in ("fn", "base", "scale")},
 }
 _COMPRESSOR = {"kv_proj": "kv", "gate_proj": "gate", "kv_norm": "norm"}
@@ -89,21 +88,9 @@ def model_of(**changes: Any) -> Any:
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
     """The tensors by their names in the file."""
-    found = {}
-    for name, parameter in model.state_dict().items():
-        tensor = parameter.numpy()
-        if name in OUTER:
-            found[OUTER[name]] = tensor
-            continue
-        _, _, layer, rest = name.split(".", 3)
-        block = f"blk.{layer}."
-        if rest == "mlp.experts.gate_up_proj":
-            gate, up = np.split(tensor, 2, 1)
-            found[f"{block}ffn_gate_exps.weight"] = gate
-            found[f"{block}ffn_up_exps.weight"] = up
-        elif rest == "mlp.experts.down_proj":
-            found[f"{block}ffn_down_exps.weight"] = tensor
-        elif rest.endswith("tid2eid"):
+    found, others = named_tensors(model, OUTER)
+    for block, rest, tensor in others:
+        if rest.endswith("tid2eid"):
             found[block + NAMES[rest]] = tensor.astype(np.int32)
         elif rest in NAMES:
             found[block + NAMES[rest]] = tensor

@@ -10,7 +10,7 @@ import pytest
 
 from anydecode.errors import CheckpointError
 from anydecode.models.loading import load_checkpoint
-from gguf_models import finish, usual_metadata, writer_with
+from gguf_models import finish, named_tensors, usual_metadata, writer_with
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, hf_logits, hf_model, logits
 
@@ -18,11 +18,6 @@ TOKENS = [(7 * i + 3) % 131 for i in range(40)]
 FULL, LINEAR = "full_attention", "linear_attention"
 #: `transformers` counts positions by the first layer, which needs full attention for that.
 LAYERS = [FULL, LINEAR, LINEAR, FULL]
-OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -60,21 +55,9 @@ def write(path: Path, model: Any, **changes: Any) -> Path:
         "rope.dimension_count": 12,
         "residual_scale": config.mlp_alpha_factor,
     }
-    tensors = {}
-    for name, parameter in model.state_dict().items():
-        tensor = parameter.numpy()
-        if name in OUTER:
-            tensors[OUTER[name]] = tensor
-            continue
-        _, _, layer, rest = name.split(".", 3)
-        block = f"blk.{layer}."
-        if rest.endswith("experts.gate_up_proj"):
-            gate, up = np.split(tensor, 2, 1)
-            tensors[f"{block}ffn_gate_exps.weight"] = gate
-            tensors[f"{block}ffn_up_exps.weight"] = up
-        elif rest.endswith("experts.down_proj"):
-            tensors[f"{block}ffn_down_exps.weight"] = tensor
-        elif rest.endswith(".weight"):
+    tensors, others = named_tensors(model)
+    for block, rest, tensor in others:
+        if rest.endswith(".weight"):
             tensors[f"{block}{NAMES[rest.removesuffix('.weight')]}.weight"] = tensor
     for name, value in changes.items():
         target = tensors if name.startswith("blk.") else metadata

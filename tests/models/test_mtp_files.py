@@ -29,7 +29,7 @@ from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
-from tiny_models import LATENT_SIZES, checkpoint_of, hf_model, with_fused_qkv
+from tiny_models import LATENT_SIZES, LONGCAT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
 EXPERTS: dict[str, Any] = {
@@ -145,17 +145,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "longcat flash": (
         "LongcatFlash",
         {
-            **LATENT_SIZES,
+            **LONGCAT_SIZES,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-            "num_layers": 2,
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 4,
-            "head_dim": LATENT_SIZES["qk_rope_head_dim"],
-            "n_routed_experts": 6,
-            "zero_expert_num": 3,
-            "moe_topk": 3,
-            "expert_ffn_hidden_size": 24,
         },
         {"first_k_dense_replace": 1, "num_layers": None},
         "longcat",

@@ -27,6 +27,7 @@ from gguf_models import write_folder
 from hybrid_configs import FALCON_H1, NEMOTRON_H
 from tiny_models import (
     LATENT_SIZES,
+    LONGCAT_SIZES,
     built,
     chain,
     checkpoint_of,
@@ -523,19 +524,7 @@ PHI_4_AUDIO = {
     "depthwise_separable_out_channel": 16,
     "nemo_conv_channels": 16,
 }
-#: Two layers of two halves each.
-LONGCAT_FLASH: dict[str, Any] = {
-    **LATENT_SIZES,
-    "num_layers": 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "head_dim": LATENT_SIZES["qk_rope_head_dim"],
-    "n_routed_experts": 6,
-    "zero_expert_num": 3,
-    "moe_topk": 3,
-    "expert_ffn_hidden_size": 24,
-    "routed_scaling_factor": 2.5,
-}
+LONGCAT_FLASH: dict[str, Any] = {**LONGCAT_SIZES, "routed_scaling_factor": 2.5}
 #: Layers of all kinds, with and without experts by token, and several times as many entries as the
 #: indexer selects.
 DEEPSEEK_V4: dict[str, Any] = {

@@ -232,11 +232,12 @@ class ModelRunner:
         else:
             spec.interrupt = self.interrupt
             max_passes = self._max_steps(len(spans))
+            context = mean_length([request for request, _, _ in plan.scheduled])
             if len(spans) > 1 and self.cost_model is not None:
-                self._weigh_tokens(plan, spans, self.cost_model)
+                self._weigh_tokens(plan, context, self.cost_model)
             has_drafts = any(span.drafts is not None for span in spans)
             if has_drafts and (len(spans) == 1 or not spec.hidden):
-                self._allow_drafts(plan, spans, max_passes)
+                self._allow_drafts(plan, spans, context, max_passes)
             else:
                 limits = [min(limit, max_passes) for limit in limits]
         if max(limits) > 1:
@@ -245,9 +246,11 @@ class ModelRunner:
             if len(spans) > 1:
                 spec.end_tokens = frozenset().union(*(span.end_tokens for span in spans))
 
-    def _allow_drafts(self, plan: Plan, spans: list[MultiStepSpan], max_passes: int) -> None:
+    def _allow_drafts(
+        self, plan: Plan, spans: list[MultiStepSpan], context: int, max_passes: int
+    ) -> None:
         """Let the passes of a text that runs alone, or of several texts with one budget, have
-        drafts."""
+        drafts. `context`: the mean of their positions."""
         spec, given = plan.output_spec, next(span.drafts for span in spans if span.drafts)
         rule = given.costs, given.min_gain, given.min_probability
         spec.drafts = [span.drafts or BurstDrafts([], *rule) for span in spans]
@@ -260,21 +263,20 @@ class ModelRunner:
         first.max_passes = max_passes
         if self.cost_model is not None:
             max_drafts = min(MAX_SHARED_DRAFTS, len(given.costs) - 1)
-            context = mean_length([request for request, _, _ in plan.scheduled])
             costs = self.cost_model.pass_seconds(len(spans), max_drafts, context)
             first.costs = np.array(costs)
         for one, (request, _, _) in zip(spec.drafts, plan.scheduled, strict=True):
             one.weight = request.sequence.token_weight
 
-    def _weigh_tokens(self, plan: Plan, spans: list[MultiStepSpan], costs: CostModel) -> None:
+    def _weigh_tokens(self, plan: Plan, context: int, costs: CostModel) -> None:
         """Set what a token of each of several sequences counts for: as much as one of another where
         sequences wait for one to end. It is at most 1, since it stays during the pass, in which a
-        sequence that was to end last may overtake the others."""
+        sequence that was to end last may overtake the others. `context`: the mean of their
+        positions."""
         sequences = [request.sequence for request, _, _ in plan.scheduled]
-        weights = [1.0] * len(spans)
+        weights = [1.0] * len(sequences)
         if not costs.num_waiting():
-            context = mean_length([request for request, _, _ in plan.scheduled])
-            alone, together = (costs.pass_seconds(n, 0, context)[0] for n in (1, len(spans)))
+            alone, together = (costs.pass_seconds(n, 0, context)[0] for n in (1, len(sequences)))
             remaining = [max(1, sequence.remaining) for sequence in sequences]
             weights = token_weights(remaining, alone, max(alone, together), costs.end_rate())
         for sequence, weight in zip(sequences, weights, strict=True):

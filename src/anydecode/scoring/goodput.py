@@ -1,8 +1,8 @@
 """Goodput: how many drafted rows of each request a pass should have.
 
 The objective is that of Liu et al., SmartSpec, arXiv:2406.14066: the expected tokens of the pass,
-of all requests together, divided by its cost. It takes all tokens for equal. Where no request waits
-for the place of one that ends, they are not (`token_weights`).
+of all requests together, divided by its cost. It counts all tokens alike; where no request waits
+until another ends, `token_weights` says what each saves.
 """
 
 from __future__ import annotations

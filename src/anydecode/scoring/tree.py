@@ -102,6 +102,7 @@ class TokenTree:
             None if self.sources is None else [self.sources[node] for node in order],
             self.confidence,
             adapters={new[node]: one for node, one in self.adapters.items()},
+            draft_states=None if self.draft_states is None else self.draft_states[list(order)],
         )
 
     def add(self, token: int, parent: int = ROOT) -> int:
@@ -131,6 +132,13 @@ class TokenTree:
     def depth(self, node: int) -> int:
         """Depth of `node`; 1 for the first level."""
         return len(self.path(node))
+
+    def depths(self) -> list[int]:
+        """Depth of each node, as `depth` has it."""
+        found = list[int]()
+        for parent in self.parents:
+            found.append(1 if parent == ROOT else found[parent] + 1)
+        return found
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -36,14 +36,6 @@ OWN_ROUNDS, SHARED_ROUNDS, SHARED_WEIGHT = 32, 256, 4
 SLOWER_RATE, FASTER_RATE = 0.1, 0.5
 
 
-def num_levels(tree: TokenTree) -> int:
-    """The depth of the deepest node."""
-    depths = {ROOT: 0}
-    for node, parent in enumerate(tree.parents):
-        depths[node] = depths[parent] + 1
-    return max(depths.values())
-
-
 class AcceptanceCounts:
     """How often a draft was accepted where the one before it was, by its depth and its rank among
     its siblings, and by depth how often any child was.
@@ -53,14 +45,14 @@ class AcceptanceCounts:
     """
 
     def __init__(self, num_rounds: int) -> None:
-        self._fading = 1 - 1 / num_rounds
+        self.fading = 1 - 1 / num_rounds
         self.tested = np.zeros((NUM_DEPTHS, NUM_RANKS + 1))
         self.accepted = np.zeros_like(self.tested)
 
     def record(self, tree: TokenTree, path: Seq[int]) -> None:
         """Add a verified draft, which may be empty."""
-        self.tested *= self._fading
-        self.accepted *= self._fading
+        self.tested *= self.fading
+        self.accepted *= self.fading
         for depth, node in enumerate([ROOT, *path]):
             children, row = tree.children(node), min(depth, NUM_DEPTHS - 1)
             if children:
@@ -103,7 +95,7 @@ class SourceRates:
     def forget_seconds(self) -> None:
         """Let them fade in a round without a draft, so that drafts which were left out for their
         time are tried again."""
-        self.seconds_per_level *= 1 - 1 / SHARED_ROUNDS
+        self.seconds_per_level *= self.counts.fading
 
     def rates(self) -> np.ndarray:
         """As of `AcceptanceCounts`."""
@@ -158,11 +150,11 @@ class ServerShare:
         if not self.sequence.cost_model.num_others():
             return ()
         rates = self.rates.tolist()
-        depths, ranks, found = {ROOT: 0}, dict[int, int](), list[float]()
-        for node, parent in enumerate(tree.parents):
-            depth, rank = depths[parent], ranks.get(parent, 0)
-            depths[node], ranks[parent] = depth + 1, rank + 1
-            rate = rates[min(depth, NUM_DEPTHS - 1)][min(rank, NUM_RANKS - 1)]
+        ranks, found = dict[int, int](), list[float]()
+        for depth, parent in zip(tree.depths(), tree.parents, strict=True):
+            rank = ranks.get(parent, 0)
+            ranks[parent] = rank + 1
+            rate = rates[min(depth, NUM_DEPTHS) - 1][min(rank, NUM_RANKS - 1)]
             found.append(rate if parent == ROOT else rate * found[parent])
         return found
 
@@ -176,7 +168,7 @@ class ServerShare:
             self.source.forget_seconds()
             return
         self.is_chain = tree.is_chain
-        self.num_levels = num_levels(tree)
+        self.num_levels = max(tree.depths())
         self.num_whole_rows = len(tree) if is_whole else 0
         if self._has_drafted:  # in the first draft a draft model has read the prompt, too
             self.source.record_seconds(seconds / self.num_levels)
