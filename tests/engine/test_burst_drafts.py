@@ -169,37 +169,39 @@ def test_bursts_grow_while_the_chances_of_drafts_are_unknown() -> None:
 TOGETHER = [*PROMPTS, "abc abd abc abd abc", "tick tock tick"]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto, "MIN_SHARED_GAIN", -1e9)  # all bursts have drafts
-    options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 120}
-    options["ignore_eos"] = True
-    with native_llm() as llm, recorded_calls(llm) as calls:
-        expected = [llm.generate(p, decoder="autoregressive", **options).tokens for p in TOGETHER]
-        llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * (1 + 0.002 * rows**2), llm)
-        answers = llm.generate(TOGETHER, decoder="auto", trace=True, **options)
-        llm.engine.check_integrity()
-    assert [answer.tokens for answer in answers] == expected
-    drafts = [one.drafts.drafts for bursts in calls for one in bursts]
-    assert len(calls) > 1 and max(map(len, calls)) == len(TOGETHER)
-    assert sum(len(draft) for one in drafts for draft in one) > 20
     found, apart, unweighted = [], [], []
-    for bursts in calls:
-        passes = list(zip(*(one.drafts.drafts for one in bursts), strict=True))
-        assert passes == [tuple(one) for one in shared_drafts_by_rule(bursts)]
-        found += passes
-        apart += [tuple(one) for one in shared_drafts_by_rule(bursts, apart=True)]
-        unweighted += [tuple(one) for one in shared_drafts_by_rule(bursts, unweighted=True)]
-    assert found != apart and found != unweighted
-    num_rows = [sum(map(sum, zip(*(one.drafts.rows for one in b), strict=True))) for b in calls]
-    assert max(num_rows) > len(TOGETHER)
-    for answer in answers:
-        steps, stats = answer.trace or [], answer.stats
-        assert [token for step in steps for token in step["tokens"]] == answer.tokens
-        num_scored = stats.num_prompt_tokens - stats.num_cached_tokens + len(steps) - 1
-        assert stats.rows == num_scored + sum(len(step["drafted"]) for step in steps)
+    for temperature in (0.0, 0.3, 0.7):
+        options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 120}
+        options["ignore_eos"] = True
+        with native_llm() as llm, recorded_calls(llm) as calls:
+            plain = [llm.generate(p, decoder="autoregressive", **options) for p in TOGETHER]
+            llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * (1 + 0.002 * rows**2), llm)
+            answers = llm.generate(TOGETHER, decoder="auto", trace=True, **options)
+            llm.engine.check_integrity()
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        assert len(calls) > 1 and max(map(len, calls)) == len(TOGETHER)
+        for bursts in calls:
+            passes = list(zip(*(one.drafts.drafts for one in bursts), strict=True))
+            assert passes == [tuple(one) for one in shared_drafts_by_rule(bursts)]
+            found += passes
+            apart += [tuple(one) for one in shared_drafts_by_rule(bursts, apart=True)]
+            unweighted += [tuple(one) for one in shared_drafts_by_rule(bursts, unweighted=True)]
+        num_rows = [sum(map(sum, zip(*(one.drafts.rows for one in b), strict=True))) for b in calls]
+        assert max(num_rows) > len(TOGETHER)
+        for answer in answers:
+            steps, stats = answer.trace or [], answer.stats
+            assert [token for step in steps for token in step["tokens"]] == answer.tokens
+            num_scored = stats.num_prompt_tokens - stats.num_cached_tokens + len(steps) - 1
+            assert stats.rows == num_scored + sum(len(step["drafted"]) for step in steps)
+    assert sum(len(draft) for drafts in found for draft in drafts) > 30
+    # The texts differ between instruction sets, and a wrong rule agrees with the right one in some.
+    num_apart = sum(one != other for one, other in zip(found, apart, strict=True))
+    num_unweighted = sum(one != other for one, other in zip(found, unweighted, strict=True))
+    assert num_apart and num_unweighted
 
 
 @pytest.mark.parametrize("max_tokens", [2, 3, 9, 40])
