@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from anydecode.server.admission import host_name, is_loopback  # noqa: E402
 from anydecode.server.app import create_app  # noqa: E402
 from anydecode.server.running import LiveServer  # noqa: E402
 from anydecode.server.settings import Settings  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PLAIN = {"decoder": "autoregressive", "temperature": 0, "ignore_eos": True}
@@ -97,14 +97,28 @@ def test_metrics_need_an_api_key_if_configured(llm: Any, open_metrics: bool) -> 
             assert [http.get(path).status_code for path in ("/", "/health")] == [200, 200]
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """Without what the run of the tests has frozen (`pytest_collection`)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 def test_later_collections_leave_out_the_objects_of_the_server(llm: Any) -> None:
     """Each would block all threads for as long as it looks at them."""
     with LiveServer(llm, Settings(port=0)):
-        end = time.monotonic() + 60
-        while not gc.get_freeze_count() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert gc.get_freeze_count() > 10_000
+        assert wait_for(gc.get_freeze_count) > 10_000
     assert not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_the_application_has_frozen_stays_frozen(llm: Any) -> None:
+    gc.freeze()
+    with LiveServer(llm, Settings(port=0)):
+        pass
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_requests_are_recorded_as_spans(llm: Any) -> None:

@@ -32,6 +32,7 @@ class _Server(uvicorn.Server):
     requests continue. If the engine has stopped, it reports that for `drain_seconds`, and ends."""
 
     _stop_time: float | None = None  # when the engine was found stopped
+    _has_frozen = False  # whether the objects that no collection looks at are those of this server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # The engine's thread and the event loop wait so long for a thread that computes.
@@ -46,11 +47,14 @@ class _Server(uvicorn.Server):
     async def _warm(self, models: ServedModels) -> None:
         for service in models.loaded:
             await asyncio.to_thread(service.warm)
-        if not models.can_unload:
+        if not models.can_unload and not gc.get_freeze_count():
             # Each collection of all objects blocks all threads, for about 0.1 s with those of a
-            # server without requests. Those of a model that is unloaded would never be freed.
+            # server without requests. Those of a model that is unloaded would never be freed. An
+            # application that has frozen its own objects keeps them so: they can only be unfrozen
+            # together with those of the server.
             gc.collect()
             gc.freeze()
+            self._has_frozen = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.config.app.app.state  # type: ignore[union-attr]
@@ -59,7 +63,8 @@ class _Server(uvicorn.Server):
         await responses.close()
         await state.models.stop()
         self._warming.cancel()
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]
