@@ -19,6 +19,7 @@ OTHER_REFERENCES = {
     "rwkv7": "the paper's equations",
     "step3_text": "an implementation of the published code",
     "step3p5": "Step-3.7 of `transformers`",
+    "muse_glimmer_text": "`transformers`, 1 setting",
     "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
     "blockffn": "an implementation of the paper",
     "phi4flash": "an implementation of the paper",
@@ -48,6 +49,7 @@ SAME_AS = {
     "mimo": "qwen2",
     "cohere2_moe_rms": "cohere2_moe",
     "step3p5": "laguna",
+    "muse_glimmer_text": "afmoe",
     "kimi_k2": "deepseek_v3",
     **dict.fromkeys(
         ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
@@ -113,6 +115,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "bailing_moe", "bailingmoe", True
     yield "bailing_moe_v2", "bailingmoe2", True
     yield "step3p5", "step35", True
+    yield "muse_glimmer_text", "muse-glimmer", True
     yield "bitnet", "bitnet-b1.58", False
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False

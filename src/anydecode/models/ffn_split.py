@@ -103,6 +103,7 @@ def ffn_part(network: Network) -> Network:
         layers=layers,
         residual_scale=spec.residual_scale,
         norm=spec.norm,
+        post_norm_eps=spec.post_norm_eps,
         has_final_norm=False,
     )
     token = plain_weight(np.zeros((1, spec.hidden_size), np.float32))
@@ -117,7 +118,8 @@ def ffn_digest(network: Network) -> str:
     """A digest of everything that determines what the FFNs compute, before their matrices are
     packed or freed."""
     spec, digest = network.spec, hashlib.sha256()
-    digest.update(f"{spec.hidden_size} {spec.norm_eps} {spec.residual_scale} {spec.norm}".encode())
+    parts = spec.norm_eps, spec.post_norm_eps, spec.residual_scale, spec.norm
+    digest.update(f"{spec.hidden_size} {parts}".encode())
     for shape, layer in zip(spec.layers, network.weights.layers, strict=True):
         digest.update(repr([getattr(shape, name) for name in _FFN_SPEC]).encode())
         digest.update(repr((layer.scale, layer.xielu)).encode())

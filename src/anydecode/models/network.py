@@ -913,7 +913,7 @@ class Network:
         if weights.attention_factors is not None:
             y = backend.multiply(y, weights.attention_factors)
         if spec.norms in ("post", "both"):
-            y = self._norm(backend, y, weights.attention_post_norm)
+            y = self._post_norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
 
     def _mlp_block(self, backend: Backend, x: Any, index: int) -> Any:
@@ -947,7 +947,7 @@ class Network:
         if weights.mlp_factors is not None:
             y = backend.multiply(y, weights.mlp_factors)
         if spec.norms in ("post", "both"):
-            y = self._norm(backend, y, weights.mlp_post_norm)
+            y = self._post_norm(backend, y, weights.mlp_post_norm)
         return self._scaled(backend, y)
 
     def _experts_beside_mlp(
@@ -963,13 +963,23 @@ class Network:
         return backend.add(shared, backend.rms_norm(routed, norms.output, eps))
 
     def _norm(
-        self, backend: Backend, x: Any, weight: np.ndarray | None, bias: np.ndarray | None = None
+        self,
+        backend: Backend,
+        x: Any,
+        weight: np.ndarray | None,
+        bias: np.ndarray | None = None,
+        eps: float | None = None,
     ) -> Any:
         """A norm of hidden states, of the kind that the model has."""
+        eps = self.spec.norm_eps if eps is None else eps
         if self.spec.norm == "rms":
-            return backend.rms_norm(x, weight, self.spec.norm_eps)
+            return backend.rms_norm(x, weight, eps)
         assert weight is not None
-        return backend.layer_norm(x, weight, bias, self.spec.norm_eps)
+        return backend.layer_norm(x, weight, bias, eps)
+
+    def _post_norm(self, backend: Backend, y: Any, weight: np.ndarray | None) -> Any:
+        """The norm of the output of a sublayer."""
+        return self._norm(backend, y, weight, eps=self.spec.post_norm_eps)
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm (if there is one), the input of the head's matrix."""

@@ -517,6 +517,7 @@ class ModelSpec:
     expand_token: int | None = None
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
+    post_norm_eps: float | None = None  # of the norms of sublayers' outputs; None: `norm_eps`
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
     is_encoder: bool = False  # trained to represent texts: bidirectional, and cannot generate
     has_embedding_norm: bool = False  # whether the sum of the embeddings is normed (BERT)
@@ -543,6 +544,8 @@ class ModelSpec:
         integer("hidden_size", self.hidden_size)
         integer("max_positions", self.max_positions)
         number("norm_eps", self.norm_eps, 0.0, 1.0)
+        if self.post_norm_eps is not None:
+            number("post_norm_eps", self.post_norm_eps, 0.0, 1.0)
         number("embedding_scale", self.embedding_scale)
         number("logit_scale", self.logit_scale)
         number("residual_scale", self.residual_scale)

@@ -114,6 +114,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         VISION,
     ),
+    "MuseGlimmer": (
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "qk_scale_factor": 2.5,
+            "output_multiplier": 0.7,
+            "post_norm_eps": 0.02,
+        },
+        {
+            **VISION,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "patch_temporal": 1,
+            "merge_size": 1,
+        },
+    ),
     "Lfm3Vl": (
         {"model_type": "lfm3", "head_dim": 12, "sliding_window": 9, "tie_word_embeddings": True},
         {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},

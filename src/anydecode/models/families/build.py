@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -146,7 +147,8 @@ def _read_weights(
     final = family.names.get("norm", "norm")
     norm = None
     if spec.has_final_norm:
-        norm = read_norm(reader, family, final, spec.hidden_size)
+        of_final = family if family.has_final_offset else replace(family, norm_offset=0.0)
+        norm = read_norm(reader, of_final, final, spec.hidden_size)
     bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
     has_bias = family.has_norm_bias and spec.has_final_norm
     norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if has_bias else None
@@ -160,7 +162,9 @@ def _read_weights(
     weights = ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
     if spec.has_embedding_norm:
         name = family.names.get("embed_norm", "embed_norm")
-        weights.embedding_norm = read_norm(reader, family, name, spec.hidden_size)
+        has_weights = family.has_norm_weights and family.has_embedding_norm_weights
+        of_embedding = replace(family, has_norm_weights=has_weights)
+        weights.embedding_norm = read_norm(reader, of_embedding, name, spec.hidden_size)
         if family.has_norm_bias:
             weights.embedding_norm_bias = reader.vector(f"{name}.bias", spec.hidden_size)
     if spec.num_segments:

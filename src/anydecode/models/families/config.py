@@ -116,6 +116,7 @@ _MULTIMODAL = (
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MllamaForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -227,6 +228,7 @@ def spec_from_config(
         hidden_size=int_value(config, "hidden_size"),
         max_positions=limit,
         norm_eps=_norm_eps(config, family),
+        post_norm_eps=optional_number(config, "post_norm_eps"),
         layers=layers,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
@@ -633,7 +635,7 @@ def _layers(
         if temperature is None and not has_rope[layer]:
             temperature = _temperature(config, dim)
         has_qk_norm = bool_value(config, "use_qk_norm", True)
-        if family.qk_norm == "plain":
+        if family.qk_norm == "plain" and family.norm_after_rope:
             has_qk_norm = has_qk_norm and has_rope[layer]
         layers.append(
             LayerSpec(

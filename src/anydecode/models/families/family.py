@@ -137,6 +137,7 @@ class Family:
             are those of sums, and there is no final norm.
         qk_norm: See `LayerSpec.qk_norm`.
         norm_offset: Added to stored norm weights.
+        has_final_offset: Whether that includes the weights of the final norm.
         has_scaled_embedding: Whether embeddings are multiplied by sqrt(hidden_size).
         has_attention_softcap: Whether `attn_logit_softcapping` applies.
         qkv_bias: Whether q, k and v have biases even without `attention_bias`.
@@ -189,6 +190,7 @@ class Family:
         derived: Returns keys that replace those of a config.
         is_encoder: See `ModelSpec.is_encoder`.
         has_embedding_norm: See `ModelSpec.has_embedding_norm`.
+        has_embedding_norm_weights: Whether that norm has weights, where the others have.
         has_final_norm: See `ModelSpec.has_final_norm`.
         has_segments: Whether token types have embeddings.
         num_unused_embeddings: The rows of the embedding after those of the vocabulary.
@@ -237,6 +239,7 @@ class Family:
     norms: str = "pre"
     qk_norm: str | None = None
     norm_offset: float = 0.0
+    has_final_offset: bool = True
     has_scaled_embedding: bool = False
     has_attention_softcap: bool = False
     qkv_bias: bool = False
@@ -277,6 +280,7 @@ class Family:
     derived: Callable[[Config], dict[str, Any]] | None = None
     is_encoder: bool = False
     has_embedding_norm: bool = False
+    has_embedding_norm_weights: bool = True
     has_final_norm: bool = True
     has_second_sum: bool = False
     has_first_norm: bool = True

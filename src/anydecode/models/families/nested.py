@@ -68,6 +68,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mllama_text_model": _sizes(
         *(128256, 4096, 14336, 40, 32, 8, 131072), rms_norm_eps=1e-5, rope_theta=5e5
     ),
+    "muse_glimmer_text": _sizes(202048, 6656, 19968, 52, 32, 2, 131072),
     "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 2, 32768, rms_norm_eps=1e-5),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
     "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048, sliding_window=4096),

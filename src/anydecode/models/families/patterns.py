@@ -31,6 +31,8 @@ MLP, MOE = "mlp", "moe"
 MEMORY_UNIT = "memory_unit"
 #: The type of layers of full attention that compute a second stream.
 SIDE = "side_attention"
+#: The key of the bases of the layers' rotary frequencies, 0 for none.
+LAYER_THETA = "layer_rope_theta"
 #: The letters of Nemotron-H's patterns.
 _LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": MOE}
 
@@ -119,6 +121,31 @@ def llama4_layers(config: Config) -> dict[str, Any]:
 def rope_unless_alibi(config: Config, layer_types: list[str]) -> list[bool]:
     """A rotary position embedding in every layer, unless attention has linear biases (`alibi`)."""
     return [not bool_value(config, "alibi")] * len(layer_types)
+
+
+def layer_thetas(config: Config) -> list[float] | None:
+    """The base of each layer's rotary frequencies, 0 for none; None: one for all."""
+    thetas, count = config.get(LAYER_THETA), num_layers(config)
+    if thetas is None:
+        return None
+    if not isinstance(thetas, list) or len(thetas) < count:
+        raise refusal(LAYER_THETA, thetas, f"a list of {count} numbers")
+    return [theta if theta == 0 else number(LAYER_THETA, theta) for theta in thetas[:count]]
+
+
+def rope_if_theta(config: Config, layer_types: list[str]) -> list[bool]:
+    """A rotary position embedding in the layers whose base is not 0."""
+    thetas = layer_thetas(config)
+    return [True] * len(layer_types) if thetas is None else [theta != 0 for theta in thetas]
+
+
+def own_thetas(config: Config) -> dict[str, Any]:
+    """The bases of the layers' rotary frequencies, if they are listed."""
+    thetas = layer_thetas(config)
+    if thetas is None:
+        return {}
+    own = {str(layer): {"own_rope_theta": theta} for layer, theta in enumerate(thetas) if theta}
+    return {"per_layer_config": own}
 
 
 def no_rope(config: Config, layer_types: list[str]) -> list[bool]:

@@ -28,6 +28,7 @@ from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_names import (
     CONTEXT_SCALE,
     EXPERTS,
+    FACTORS,
     FLAT,
     HEADS,
     IN_CONFIG,
@@ -150,6 +151,8 @@ def _convert(
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         if is_extra and architecture in WITHOUT_NEXTN:
             return []
+        if part in FACTORS.get(architecture, ()):
+            return []
         experts = _experts(file, info, architecture, part, prefix, count)
         if experts:
             return experts
@@ -192,7 +195,8 @@ def _convert(
         heads = own["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(deinterleaved, reader, heads)
     is_norm = info.name.endswith("norm.weight") and part != "ssm_norm"
-    if architecture in ONE_ADDED and is_norm:
+    has_offset = bool(prefix) or FAMILIES[config["model_type"]].has_final_offset
+    if architecture in ONE_ADDED and is_norm and has_offset:
         reader = partial(_minus_one, reader)
     found = [(name, info.shape, reader)]
     if architecture == "falcon" and part in ("attn_norm", "attn_norm_2"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from anydecode.errors import CheckpointError
 from anydecode.models.limits import MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_keys import Keys
@@ -102,6 +104,36 @@ def mistral3(keys: Keys, config: dict[str, Any]) -> None:
     if keys.get("attention.temperature_scale", None) is not None:
         scaling = config["rope_scaling"] = scaling or {"rope_type": "default"}
         scaling["llama_4_scaling_beta"] = keys.number("attention.temperature_scale")
+
+
+def muse_glimmer(keys: Keys, config: dict[str, Any]) -> None:
+    """Muse Glimmer: the file has the factor of queries as the weights of a norm."""
+    windows(keys, config)
+    theta = keys.number("rope.freq_base_swa", config["rope_theta"])
+    config["layer_rope_theta"] = [
+        theta if kind == "sliding_attention" else 0 for kind in config["layer_types"]
+    ]
+    config["final_logit_softcapping"] = keys.number("final_logit_softcapping", 0.0) or None
+    config["output_multiplier"] = keys.number("logit_scale")
+    layers = range(config["num_hidden_layers"])
+    config["qk_scale_factor"] = _constant(keys, [f"blk.{i}.attn_q_norm.weight" for i in layers])
+    name = "blk.0.attn_k_norm.weight"
+    factor = _constant(keys, [f"blk.{i}.attn_k_norm.weight" for i in layers])
+    if factor != 1.0:
+        raise refusal(f"{keys.file.path}: {name}", factor, "1")
+
+
+def _constant(keys: Keys, names: list[str]) -> float:
+    """The number of which these vectors consist."""
+    found: set[float] = set()
+    for name in names:
+        if name not in keys.file.tensors:
+            raise CheckpointError(f"{keys.file.path}: tensor {name!r} is missing")
+        tensor = keys.file.read(name)
+        found |= set(np.unique(tensor).tolist() if isinstance(tensor, np.ndarray) else ())
+    if len(found) != 1:
+        raise CheckpointError(f"{keys.file.path}: {names[0]!r} and its like are not constant")
+    return found.pop()
 
 
 def starcoder2(keys: Keys, config: dict[str, Any]) -> None:

@@ -92,6 +92,7 @@ ARCHITECTURES = {
     "bitnet": ("bitnet", "BitNetForCausalLM"),
     "bitnet-b1.58": ("bitnet", "BitNetForCausalLM"),
     "laguna": ("laguna", "LagunaForCausalLM"),
+    "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
     "step35": ("step3p5", "Step3p5ForCausalLM"),
     "cohere2moe": ("cohere2_moe", "Cohere2MoeForCausalLM"),
     "minimax-m3": ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM"),

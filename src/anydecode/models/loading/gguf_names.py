@@ -270,6 +270,7 @@ OVERRIDES = {
     "phimoe": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
     "afmoe": {**_SANDWICH, "attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
+    "muse-glimmer": {**_SANDWICH, "attn_gate": "self_attn.gate_proj"},
     "minimax-01": {
         "attn_qkv": "self_attn.qkv_proj",
         "attn_gate": "self_attn.output_gate",
@@ -424,18 +425,20 @@ WITHOUT_NEXTN = (
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")
+#: Parts of layers that are read into the config.
+FACTORS = {"muse-glimmer": ("attn_q_norm", "attn_k_norm")}
 #: Rope factors, which are read into the config.
 IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Architectures whose query and key rows are stored for interleaved rotary pairs.
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
     *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed", "deci"),
-    *("granite_swa", "baichuan", "xverse", "deepseek"),
+    *("granite_swa", "baichuan", "xverse", "deepseek", "muse-glimmer"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (
     *("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron"),
-    *("qwen3next", "qwen35", "qwen35moe", "step35", "minimax-m3"),
+    *("qwen3next", "qwen35", "qwen35moe", "step35", "minimax-m3", "muse-glimmer"),
 )
 
 

@@ -43,7 +43,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     yield "lm_head.bias", (vocab,), False
     if family.has_norm_bias and family.has_final_norm:
         yield f"{norm}.bias", (hidden,), True
-    if family.has_embedding_norm:
+    if family.has_embedding_norm and family.has_embedding_norm_weights:
         name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias") if family.has_norm_bias else ("weight",):
             yield f"model.{name}.{leaf}", (hidden,), True
