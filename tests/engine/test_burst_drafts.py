@@ -16,7 +16,7 @@ from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.speculative import auto
-from anydecode.decoders.speculative.auto import FIRST_BURST_PASSES
+from anydecode.decoders.speculative.auto import FIRST_BURST_PASSES, Auto
 from anydecode.decoders.speculative.draft_sources import CopySource
 from anydecode.engine import costs
 from anydecode.engine.plan import Plan
@@ -204,6 +204,21 @@ def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     assert num_apart and num_unweighted
 
 
+def test_a_match_may_reach_the_end_of_an_earlier_text() -> None:
+    """A part of the earlier texts is full in the middle of an answer, and the same answer again
+    follows it up to there."""
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 150}
+    decoder = Auto(memory=24_000)
+    with native_llm() as llm, recorded(llm) as bursts:
+        expected = llm.generate(PROMPTS[1], decoder="autoregressive", **options).tokens
+        for _ in range(8):
+            assert llm.generate(PROMPTS[1], decoder=decoder, **options).tokens == expected
+    parts = [text for burst in bursts for text in burst.texts[1:]]
+    assert any(text.match and text.position == text.length for text in parts)
+    drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
+    assert drafts == [draft for burst in bursts for draft in drafts_by_rule(burst)]
+
+
 @pytest.mark.parametrize("max_tokens", [2, 3, 9, 40])
 def test_texts_in_company_end_where_they_should(max_tokens: int) -> None:
     options: dict[str, Any] = {"ignore_eos": True}
@@ -273,7 +288,8 @@ def copies(**changes: Any) -> BurstDrafts:
         ({"text": {"tokens": np.zeros(16, np.int32)[::2]}}, "contiguous"),
         ({"text": {"length": 0}}, "is empty"),
         ({"text": {"length": 5}}, "no room"),
-        ({"text": {"position": 4}}, "outside its text"),
+        ({"text": {"position": 5}}, "outside its text"),
+        ({"text": {"position": -1}}, "outside its text"),
         ({"text": {"match": -1}}, "outside its text"),
     ],
 )

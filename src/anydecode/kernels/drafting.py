@@ -185,5 +185,5 @@ def _check(text: CopyText, room: int) -> None:
         raise ValueError("the tokens and chances of a text must be contiguous")
     if not 0 < text.length <= len(tokens) - room:
         raise ValueError("a text is empty, or has no room for the tokens of the pass")
-    if text.match < 0 or (text.match and not 0 <= text.position < text.length):
+    if text.match < 0 or (text.match and not 0 <= text.position <= text.length):
         raise ValueError("a match is outside its text")

@@ -584,7 +584,7 @@ class CopyText(NamedTuple):
     Attributes:
         tokens: Token ids, int32 `[capacity]`; -1 separates texts, and is not copied.
         length: How many of them are the text's.
-        position: What follows the match is at this index.
+        position: What follows the match is at this index; `length` if the match ends the text.
         match: Number of tokens before `position` that equal the last ones of the generated text; 0:
             none.
         chances: The probability that the token after a match of n tokens is right, float64
