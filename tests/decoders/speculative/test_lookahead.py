@@ -30,6 +30,21 @@ def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> N
     assert_rejected("lookahead")
 
 
+def test_certificate_rejects_levels_that_stay_in_place_while_the_window_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = lookahead._Session.observe
+
+    def observe(self: Any, round: Any) -> None:
+        before = list(self.levels)
+        own(self, round)
+        if len(before) < self.drafter.ngram - 1:
+            self.levels[:-1] = before
+
+    monkeypatch.setattr(lookahead._Session, "observe", observe)
+    assert_rejected("lookahead")
+
+
 def test_certificate_rejects_columns_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead._Session, "_filler", lambda self, count: [97] * count)
     assert_rejected("lookahead")

@@ -48,11 +48,14 @@ def test_certificate_rejects_any_confident_token(monkeypatch: Patch) -> None:
     """Also behind one that is not: masks are filled from left to right."""
     own = Mars._tokens
 
-    def tokens(self: Mars, sequence: Sequence, scores: Any) -> list[int]:
-        kept = own(self, sequence, scores)
+    def tokens(self: Mars, sequence: Sequence, scores: Any, mask: int) -> list[int]:
+        kept = own(self, sequence, scores, mask)
         later = range(len(kept) + 1, len(scores))
-        row = next((i for i in later if scores.row(i).max() > 15), None)
-        return kept if row is None else [*kept, int(scores.row(row).argmax())]
+        for row in (scores.row(i) for i in later):
+            row[mask] = -np.inf
+            if row.max() > 15:
+                return [*kept, int(row.argmax())]
+        return kept
 
     monkeypatch.setattr(Mars, "_tokens", tokens)
     assert_rejected("mars")
@@ -61,11 +64,19 @@ def test_certificate_rejects_any_confident_token(monkeypatch: Patch) -> None:
 def test_certificate_rejects_repeated_tokens(monkeypatch: Patch) -> None:
     own = Mars._tokens
 
-    def tokens(self: Mars, sequence: Sequence, scores: Any) -> list[int]:
+    def tokens(self: Mars, sequence: Sequence, scores: Any, mask: int) -> list[int]:
         self.repeats = True
-        return own(self, sequence, scores)
+        return own(self, sequence, scores, mask)
 
     monkeypatch.setattr(Mars, "_tokens", tokens)
+    assert_rejected("mars")
+
+
+def test_certificate_rejects_masks_that_predict_masks(monkeypatch: Patch) -> None:
+    own = Mars._tokens
+    monkeypatch.setattr(
+        Mars, "_tokens", lambda self, sequence, scores, mask: own(self, sequence, scores, 0)
+    )
     assert_rejected("mars")
 
 

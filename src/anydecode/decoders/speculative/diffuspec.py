@@ -134,6 +134,9 @@ class AdaptiveLength(DraftBudget):
         return min(max(int(self.generated) + increment, self.min_length), self.max_length)
 
     def observe(self, round: SpeculationRound) -> None:
+        """Update the lengths; rounds without a draft do not count."""
+        if not len(round.tree):
+            return
         decay = self.smoothing if self._rounds else 0.0
         self._rounds += 1
         self.generated = decay * self.generated + (1 - decay) * len(round.tree)

@@ -30,8 +30,7 @@ _BYTES_PER_KEY, _BYTES_PER_NGRAM, _BYTES_PER_TOKEN = 300, 150, 8
 
 class LookaheadDrafter(Drafter):
     """Drafts n-grams of `ngram` tokens from a window of `window` columns, at most `max_ngrams`
-    n-grams
-    per pass."""
+    n-grams per pass."""
 
     needs_every_row = True
 
@@ -99,9 +98,8 @@ class _Session(TextDraftSession):
                 self._store([*(level[column] for level in self.levels), token])
             del self.levels[0]
         self.levels.append(next_tokens)
-        # Replacing a level already shifts the window by one token; the other accepted tokens shift
-        # columns.
-        shift = len(round.result.tokens) - 1
+        # Replacing a level already shifts the window by one token; the other tokens shift columns.
+        shift = len(round.result.tokens) - int(is_full)
         filler = self._filler(self.drafter.window)
         width = self.drafter.window
         self.levels = [(level[shift:] + filler)[:width] for level in self.levels]
@@ -115,8 +113,7 @@ class _Session(TextDraftSession):
 
     def _filler(self, count: int) -> list[int]:
         """Tokens sampled evenly from the text, as initial values."""
-        length = len(self.text)
-        return [self.text[(position * 7919 + length) % length] for position in range(count)]
+        return [self.text[position * 7919 % len(self.text)] for position in range(count)]
 
 
 @register(
@@ -128,7 +125,8 @@ class _Session(TextDraftSession):
         summary="Jacobi iterations in each pass fill a pool of n-grams to draft from.",
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "after several accepted tokens the window moves by as many columns",
+            "the window moves by as many columns as tokens are accepted, and its first column"
+            " stands behind the last token (the code: at it)",
             "the window's own nodes may be accepted too",
             "5 columns, 4-grams and 5 guesses by default (the paper, for 7B on a GPU: 15, 5, 15)",
             "new columns start with tokens spread over the text, not with random ones",

@@ -43,6 +43,7 @@ METRICS = Words(("probability", "entropy", "margin"))
             " before a mask's token that equals the one before it, and the next pass generates this"
             " token from the text alone, where it may repeat",
             "the last mask of the paper's block is left out, since its row is not read",
+            "no mask's row gives the mask token again",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
             " cache by blocks, which lets texts of a batch wait for each other, is not needed",
             "nothing is verified, so that no acceptance= applies: `space` drafts with the same"
@@ -94,17 +95,21 @@ class Mars(Decoder):
             num_masks = min(self.block, sequence.remaining) - 1
             tree = TokenTree.chain([mask] * num_masks)
             scores = yield sequence.verify(tree)
-            tokens = self._tokens(sequence, scores)
+            tokens = self._tokens(sequence, scores, mask)
             sequence.record(tree, [], tokens)
             sequence.truncate(sequence.length)
             sequence.emit(tokens)
 
-    def _tokens(self, sequence: Sequence, scores: Scores) -> list[int]:
-        """The first token, and those after it up to the first that is not confident."""
+    def _tokens(self, sequence: Sequence, scores: Scores, mask: int) -> list[int]:
+        """The first token, and those after it up to the first that is not confident. No mask
+        predicts another one."""
         tokens: list[int] = []
         sampler = sequence.sampler.fork()
         for row in range(len(scores)):
             logits, position = scores.row(row), sequence.length + row
+            if row:
+                logits = logits.copy()
+                logits[mask] = -np.inf
             scores.show_hidden(sampler, row)
             token = sequence.sample(sampler, logits, position)
             is_repeated = token in tokens[-1:] and not self.repeats

@@ -11,6 +11,7 @@ import numpy as np
 from anydecode.certification.checks import Check, measure, oracle_test
 from anydecode.certification.chi_square import PROMPT, VOCABULARY, expected, sampled, small_llm
 from anydecode.certification.oracles.speculative.acceptance_outcomes import Ladder, cases, outcome
+from anydecode.certification.oracles.speculative.close_drafts import rule_checks, saves_passes
 from anydecode.decoders.framework.rejection import rejection_steps
 from anydecode.decoders.speculative.lenient_sampling import lenient_sampling
 
@@ -18,7 +19,8 @@ from anydecode.decoders.speculative.lenient_sampling import lenient_sampling
 @oracle_test("lenient-sampling")
 def lenient() -> Iterator[Check]:
     """Lenience raises the acceptance probability as the formula says, and bounds every token by p /
-    lenience."""
+    lenience. At temperature 0 drafts are accepted while they are at least half as probable as the
+    most probable token."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.6, 0.2])
     acceptances = [
         next(rejection_steps(p, q, "wor", [1], lenience))[0] for lenience in (1.0, 0.8, 0.5)
@@ -40,6 +42,13 @@ def lenient() -> Iterator[Check]:
         passes.append(answer.stats.passes)
     fewer = passes[0] > passes[1] > passes[2]
     yield Check("a smaller lenience accepts more drafts", fewer, f"{passes} passes")
+
+    def rule(logits: np.ndarray, draft: int, temperature: float) -> bool:
+        p = np.exp((logits - logits.max()).astype(np.float64))
+        return bool(p[draft] >= 0.5 * p.max())
+
+    yield from rule_checks("lenient-sampling", rule, (0.0,))
+    yield saves_passes("lenient-sampling", temperature=0.0)
 
 
 def lenient_steps(lenience: float) -> Ladder:

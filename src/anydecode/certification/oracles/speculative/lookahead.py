@@ -29,36 +29,47 @@ def lookahead() -> Iterator[Check]:
 
 
 def _replays(trace: list[TracedRound], width: int, ngram: int, max_ngrams: int) -> bool:
-    """Whether the rounds equal the replay; levels[r][c] is r + c + 1 positions after the text."""
+    """Whether the rounds equal the replay, in which a level is the tokens that it predicts for
+    positions of the text; those of the r-th level, from 0, begin r positions behind it."""
     logits = wordy()
     pool: list[tuple[int, ...]] = []
-    levels: list[list[int]] = []
+    levels: list[dict[int, int]] = [{}]
+    spare = _spread(trace[0].text, width)
     for one in trace:
-        text = one.text
-        filler = [text[(i * 7919 + len(text)) % len(text)] for i in range(width)]
-        levels = levels or [filler]
+        text, end = one.text, len(one.text)
+        window: list[list[int]] = []
+        for row, level in enumerate(levels):
+            known = [level[at] for at in range(end + row, end + row + width) if at in level]
+            window.append([*known, *spare[: width - len(known)]])
         guesses = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:max_ngrams]
         guessed = {path[:n] for path in guesses for n in range(1, ngram)}
         inputs = [
             [
-                (*levels[0][: column + 1], *(level[column] for level in levels[1 : row + 1]))
+                (*window[0][: column + 1], *(level[column] for level in window[1 : row + 1]))
                 for column in range(width)
             ]
-            for row in range(len(levels))
+            for row in range(len(window))
         ]
-        window = [path for row in inputs for path in row]
-        if set(one.paths) != guessed | set(window) or one.paths[-len(window) :] != window:
+        paths = [path for row in inputs for path in row]
+        if set(one.paths) != guessed | set(paths) or one.paths[-len(paths) :] != paths:
             return False
         fresh = [int(logits((*text, *path)).argmax()) for path in inputs[-1]]
         if len(levels) == ngram - 1:
             for column, token in enumerate(fresh):
-                gram = (*(level[column] for level in levels), token)
+                gram = (*(level[column] for level in window), token)
                 pool = [other for other in pool if other != gram]
                 same = [other for other in pool if other[0] == gram[0]]
                 if len(same) == max_ngrams:
                     pool.remove(same[0])
                 pool.append(gram)
-        levels = [*levels, fresh][1 - ngram :]
-        shift = len(one.generated) - 1
-        levels = [(level[shift:] + filler)[:width] for level in levels]
+        rows = [*window, fresh]
+        levels = [dict(enumerate(tokens, end + row)) for row, tokens in enumerate(rows)][
+            1 - ngram :
+        ]
+        spare = _spread(text, width)
     return True
+
+
+def _spread(text: list[int], count: int) -> list[int]:
+    """Tokens of a text, as many as there are columns."""
+    return [text[number * 7919 % len(text)] for number in range(count)]

@@ -20,13 +20,14 @@ LENGTH = 48
 
 def logits(seen: tuple[int, ...]) -> np.ndarray:
     """Logits of a target whose masks are often sure: those of the text with its most probable
-    tokens in place of the masks, with an error."""
+    tokens in place of the masks, with an error; the mask itself is the most probable token."""
     text = [token for token in seen if token != MASK]
     if len(text) == len(seen):
         return 2 * TARGET(seen)
     for _ in range(len(seen) - len(text)):
         text.append(int(TARGET(tuple(text)).argmax()))
     row: np.ndarray = 2 * BLURRED(tuple(text))
+    row[MASK] = 60.0
     return row
 
 
@@ -74,7 +75,9 @@ def _kept(
 ) -> list[int]:
     kept: list[int] = []
     for number in range(_size(trace, one, block)):
-        row = logits((*one.text, *[MASK] * number))
+        row = logits((*one.text, *[MASK] * number)).copy()
+        if number:
+            row[MASK] = -np.inf
         token = plain_token(row, len(one.text) + number, temperature)
         p = np.exp(row.astype(np.float64))
         p /= p.sum()
@@ -82,7 +85,7 @@ def _kept(
         is_sure = {
             "probability": p[token] >= threshold,
             "margin": ranked[-1] - ranked[-2] >= threshold,
-            "entropy": -sum(x * np.log(x) for x in ranked) <= threshold,
+            "entropy": -sum(x * np.log(x) for x in ranked if x) <= threshold,
         }[metric]
         if number and not (is_sure and (repeats or token != kept[-1])):
             break
