@@ -6,9 +6,11 @@ import gc
 import os
 import re
 import secrets
+import ssl
 import zlib
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -133,6 +135,15 @@ def core_tests(items: list[pytest.Item]) -> list[pytest.Item]:
 def sources_on_path() -> None:
     """Child processes import the sources under test rather than an installed package."""
     os.environ["PYTHONPATH"] = str(ROOT / "src")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """HTTP clients share one TLS context, which none uses: each would read the certificates of all
+    authorities, for 0.1 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(autouse=True)

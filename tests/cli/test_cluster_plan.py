@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from anydecode.benchmarks import fleet_runs
 from anydecode.cli import main
 from anydecode.cluster import plan
 
@@ -16,14 +17,21 @@ from anydecode.cluster import plan
 def test_a_plan_names_the_best_placement_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machines: list[plan.Machine] = []
+    found: dict[str, Any] = {}
 
-    def measured_once(*given: Any, **options: Any) -> plan.Machine:
-        machines.append(machines[0] if machines else measured(*given, **options))
-        return machines[-1]
+    def once(module: Any, name: str) -> None:
+        """The three commands share one measurement."""
+        measure = getattr(module, name)
 
-    measured = plan.measured
-    monkeypatch.setattr(plan, "measured", measured_once)
+        def measured(*given: Any, **options: Any) -> Any:
+            if name not in found:
+                found[name] = measure(*given, **options)
+            return found[name]
+
+        monkeypatch.setattr(module, name, measured)
+
+    once(plan, "measured")
+    once(fleet_runs, "request_seconds")
     trace = tmp_path / "trace.jsonl"
     line = {"input_length": 30, "output_length": 3}
     trace.write_text("".join(json.dumps({"timestamp": 1000 * n, **line}) + "\n" for n in range(5)))

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import warnings
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -80,6 +81,12 @@ def root(
     """
 
 
+@cache
+def _command() -> Any:
+    """All commands; to build them takes 0.1 s."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the `anydecode` command line. Exit codes: 0; 1 for a failure; 2 for an error the user can
     fix; 130 for Ctrl-C."""
@@ -91,7 +98,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: names of files may be no text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = _exit_code(app(arguments, prog_name="anydecode", standalone_mode=False))
+        code = _exit_code(_command()(arguments, prog_name="anydecode", standalone_mode=False))
         sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
