@@ -196,6 +196,16 @@ def test_pre_tokenizer_splits() -> None:
     assert words("deepseek-coder", text) == [*found[:3], *"1234", *found[4:]]
     assert words("hunyuan-dense", "日本x 1234-y") == ["日本", "x", " ", "123", "4", "-y"]
     assert words("afmoe", "x12345 日本y") == ["x", "12", "345", " ", "日本", "y"]
+    assert words("ufakzeka", "I'll x12") == ["I", "'ll", " x", "1", "2"]
+    assert words("ufakzeka", "it'sx") == ["it", "'sx"]
+    assert words("spark2_5", "日本x 123;\n\n y") == [
+        *("日本", "x", " ", *"123", ";"),
+        "\n",
+        "\n",
+        " y",
+    ]
+    assert words("hy_v4", "日本x 1234;\n") == ["日本", "x", " ", "123", "4", ";\n"]
+    assert words("glm5", "x 1234") == ["x", " ", "123", "4"]
     assert words("tiny_aya", "x 12345") == ["x", " ", "12", "345"]
     assert words("superbpe", "a b 12345") == ["a b ", "12", "345"]
     assert words("minimax-m2", "aB 1234") == ["a", "B", " ", "123", "4"]
@@ -254,8 +264,23 @@ QWEN_35 = "|".join(
 )
 
 
+#: The pattern of Jais 2's own tokenizer.
+JAIS_2 = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        *(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")),
+        r"\s{1}",
+    ]
+)
+
+
 @pytest.mark.parametrize(
-    ("pre", "pattern"), [("gpt-4o", O200K), ("kimi-k2", KIMI_K2), ("qwen35", QWEN_35)]
+    ("pre", "pattern"),
+    [("gpt-4o", O200K), ("kimi-k2", KIMI_K2), ("qwen35", QWEN_35), ("jais-2", JAIS_2)],
 )
 def test_pre_tokenizers_split_like_the_published_pattern(pre: str, pattern: str) -> None:
     """A thousand strings of letters, marks, digits, quotes and spaces of several scripts."""
@@ -267,6 +292,7 @@ def test_pre_tokenizers_split_like_the_published_pattern(pre: str, pattern: str)
     for _ in range(1000):
         text = "".join(generator.choices(alphabet, k=generator.randrange(1, 40)))
         text = text.replace("'", generator.choice(["'s", "'LL", "'", "'Ve"]))
+        text = text.replace(" ", " " * generator.choice([1, 1, 1, 7, 21]))
         pieces = [to_text.decode([piece]) for piece, _ in splitter.pre_tokenize_str(text)]
         assert pieces == regex.findall(pattern, text, regex.V1), text
 

@@ -46,6 +46,13 @@ _O200K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Long runs of spaces are cut into powers of two.
+_JAIS_2 = _CL100K.replace(
+    r"\s+(?!\S)|\s+",
+    "".join(rf"\s{{{2**k}}}(?!\S)|" for k in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s",
+)
+#: No contractions.
+_UFAKZEKA = _CL100K_SINGLE_DIGITS.removeprefix("(?i:'s|'t|'re|'ve|'m|'ll|'d)|")
 _SEED = _CL100K_SINGLE_DIGITS.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEEPSEEK_V3 = (
@@ -54,6 +61,8 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+#: Line ends are words of their own.
+_SPARK = (*_DEEPSEEK_V3[:2], _DEEPSEEK_V3[2].replace(r"+[\r\n]*|\s*[\r\n]+", r"+|[\r\n]"), r"\p{N}")
 _CASED = (
     # Upper- and lower-case letters as the tokenizer of DeepSeek LLM lists them.
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷ"
@@ -119,7 +128,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
         ),
         _SINGLE_DIGITS,
     ),
-    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_CL100K,)),
+    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"), (_CL100K,)),
+    "jais-2": (_JAIS_2,),
+    "ufakzeka": (_UFAKZEKA,),
+    "spark2_5": _SPARK,
     "minicpm5": (r"\p{N}{1,3}", _CL100K.replace("{1,3}", "+")),
     "qwen35": (_QWEN_35,),
     **dict.fromkeys(
@@ -134,7 +146,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "falcon": _FALCON,
     **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), (_BLOOM,)),
     "viking": (_BLOOM, r"\p{N}"),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK_V3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_V3),
     "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
     "kimi-k2": (_KIMI_K2,),
@@ -151,7 +163,9 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "chameleon": _CHAMELEON,
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
-_IGNORE_MERGES = (*_LLAMA_3, "tekken", "youtu", "minicpm5", "granite-embed-multi-97m")
+_IGNORE_MERGES = (
+    *(*_LLAMA_3, "tekken", "youtu", "minicpm5", "granite-embed-multi-97m", "glm4", "glm5"),
+)
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
