@@ -20,6 +20,7 @@ OTHER_REFERENCES = {
     "step3_text": "an implementation of the published code",
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
+    "nanbeige": "Llama of `transformers`, 3 settings",
     "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
     "blockffn": "an implementation of the paper",
     "phi4flash": "an implementation of the paper",
@@ -116,6 +117,8 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "bailing_moe_v2", "bailingmoe2", True
     yield "step3p5", "step35", True
     yield "muse_glimmer_text", "muse-glimmer", True
+    for _ in parity_module("families/test_nanbeige").CASES:
+        yield "nanbeige", "nanbeige", True
     yield "bitnet", "bitnet-b1.58", False
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False

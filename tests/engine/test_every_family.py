@@ -19,6 +19,7 @@ from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from baichuan_models import baichuan_checkpoint
+from nanbeige_models import nanbeige_checkpoint
 from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
@@ -34,6 +35,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "step3_text": step3_checkpoint,
     "baichuan": baichuan_checkpoint,
     "openelm": openelm_checkpoint,
+    "nanbeige": nanbeige_checkpoint,
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }

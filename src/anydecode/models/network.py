@@ -717,7 +717,8 @@ class Network:
             inputs, eps = self._per_layer_inputs(backend, index), self.spec.norm_eps
             y = weights.per_layer.apply(backend, state, inputs, spec.activation, eps)
             state = backend.add(state, y)
-        return state if weights.scale is None else backend.scale(state, weights.scale)
+        state = state if weights.scale is None else backend.scale(state, weights.scale)
+        return self.final_norm(backend, state) if spec.ends_loop else state
 
     def _per_layer_inputs(self, backend: Backend, index: int) -> Any:
         """The embeddings of each row's token for layer `index`."""
@@ -823,14 +824,15 @@ class Network:
             not self.has_wide_states
             and spec.latent is None
             and spec.sum_factors is None
+            and not any(layer.ends_loop for layer in self.spec.layers)
             and not self.spec.per_layer_size
             and (recurrence is None or recurrence.shape.rule != "wkv")
         )
         if not is_plain:
             raise UnsupportedCombinationError(
                 "layers of models with latent attention, several streams of hidden states,"
-                " embeddings per layer, sums of normed inputs or token shifts are not left out in"
-                " part"
+                " embeddings per layer, sums of normed inputs, token shifts or layers that run"
+                " several times are not left out in part"
             )
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:

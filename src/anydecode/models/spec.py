@@ -275,6 +275,8 @@ class LayerSpec:
             states (Zamba2), "shortcut" if the output of the experts beside its MLP is the memory,
             "adds" if the memory is added to the layer's output (LongCat-Flash); None for none of
             these.
+        ends_loop: Whether the output of the layer is normed by the model's final norm, because the
+            layers behind it are those before it once more (Nanbeige).
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
@@ -317,6 +319,7 @@ class LayerSpec:
     bias_reach: int = 0
     has_relative_positions: bool = False
     memory: str | None = None
+    ends_loop: bool = False
 
     @property
     def of_shared_mlp(self) -> LayerSpec:

@@ -139,11 +139,13 @@ def _read_weights(
     head = embedding if is_tied else _read_head(reader, config, shape)
     # Layers that predict further tokens follow the others, and are left out.
     num_unused = int_value(config, "num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
-    if reader.has_module(f"layers.{spec.num_layers + num_unused}"):
+    num_stored = int_value(config, "num_stored_layers", spec.num_layers, high=MAX_LAYERS)
+    if reader.has_module(f"layers.{num_stored + num_unused}"):
         raise CheckpointError(
-            f"num_hidden_layers is {spec.num_layers}, but {checkpoint.name} contains more layers"
+            f"num_hidden_layers is {num_stored}, but {checkpoint.name} contains more layers"
         )
-    layers = [read_layer(reader, spec, config, index) for index in range(spec.num_layers)]
+    layers = [read_layer(reader, spec, config, index) for index in range(num_stored)]
+    layers *= spec.num_layers // num_stored
     final = family.names.get("norm", "norm")
     norm = None
     if spec.has_final_norm:

@@ -579,6 +579,8 @@ def _layers(
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
+    num_stored = int_value(config, "num_stored_layers", count)
+    has_loop_norms = bool_value(config, "has_loop_norms")
     indexer: IndexerSpec | None = None
     maker = _memory_layer(layer_types[:count])
     for layer in range(count):
@@ -678,6 +680,7 @@ def _layers(
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
                 memory="side" if is_side else _attention_memory(family, layer),
+                ends_loop=has_loop_norms and (layer + 1) % num_stored == 0 and layer + 1 < count,
             )
         )
     return layers

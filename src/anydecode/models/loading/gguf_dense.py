@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.models.limits import MAX_EXPERTS, refusal
+from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, refusal
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
@@ -19,6 +19,12 @@ def llama(keys: Keys, config: dict[str, Any]) -> None:
         config["model_type"], config["architectures"] = "mixtral", ["MixtralForCausalLM"]
         config["num_local_experts"] = keys.count("expert_count", high=MAX_EXPERTS)
         config["num_experts_per_tok"] = keys.count("expert_used_count")
+
+
+def nanbeige(keys: Keys, config: dict[str, Any]) -> None:
+    """Nanbeige: how often the layers run, and whether their output is normed in between."""
+    config["num_loops"] = keys.count("num_loops", 1, high=MAX_LAYERS)
+    config["skip_loop_final_norm"] = keys.get("skip_loop_final_norm", False)
 
 
 def smollm3(keys: Keys, config: dict[str, Any]) -> None:

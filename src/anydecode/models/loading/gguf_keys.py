@@ -92,6 +92,7 @@ ARCHITECTURES = {
     "bitnet": ("bitnet", "BitNetForCausalLM"),
     "bitnet-b1.58": ("bitnet", "BitNetForCausalLM"),
     "laguna": ("laguna", "LagunaForCausalLM"),
+    "nanbeige": ("nanbeige", "NanbeigeForCausalLM"),
     "muse-glimmer": ("muse_glimmer_text", "MuseGlimmerForConditionalGeneration"),
     "step35": ("step3p5", "Step3p5ForCausalLM"),
     "cohere2moe": ("cohere2_moe", "Cohere2MoeForCausalLM"),

@@ -433,7 +433,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
     *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed", "deci"),
-    *("granite_swa", "baichuan", "xverse", "deepseek", "muse-glimmer"),
+    *("granite_swa", "baichuan", "xverse", "deepseek", "muse-glimmer", "nanbeige"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (
