@@ -1,4 +1,4 @@
-"""DEER passes its certificate; wrong ways to draft the block do not."""
+"""DEER passes its certificate; wrong ways to draft the block do not. Penalties of drafts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode.api.llm import LLM
+from anydecode.certification.rounds import rounds
 from anydecode.decoders.speculative.diffusion_draft import DiffusionSession
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected
 
@@ -38,3 +41,12 @@ def test_drafts_sampled_with_other_noise_are_rejected(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Sequence, "sample", independent)
     assert_rejected("deer")
+
+
+def test_a_draft_counts_for_the_penalties_of_those_after_it() -> None:
+    row = np.zeros(ByteTokenizer.vocab_size, np.float32)
+    row[[97, 98, 99]] = 3, 2, 1
+    target, draft = ScriptedModel(lambda seen: row), ScriptedModel(lambda seen: row, causal=False)
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=256) as llm:
+        trace = rounds(llm, "deer:size=3", "x", 4, presence_penalty=1.5)
+    assert trace[0].tokens == [97, 98, 97] == trace[0].generated[:3]

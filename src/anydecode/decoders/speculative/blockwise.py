@@ -18,6 +18,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_model import LEARNED
 from anydecode.decoders.speculative.medusa import MedusaDrafter
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.tree import ROOT
@@ -55,6 +56,9 @@ class BlockwiseDrafter(MedusaDrafter):
             " computed (the paper: in the same pass, at every position)",
             "the paper's selection among the most probable tokens is acceptance='top-m'; its"
             " distance rule for ordered outputs is not included, since tokens have no order",
+            LEARNED,
+            "all heads are trained in each step, and each counts 0.8 times the one before (the"
+            " paper: one head, drawn at random)",
             "above temperature 0 a head's token is sampled with the noise that the target will use",
             "with a draft model that reads tokens, a chain of that model, one pass per token",
         ),

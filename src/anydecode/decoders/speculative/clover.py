@@ -26,6 +26,7 @@ from anydecode.decoders.framework.rejection import (
     acceptance_rule,
 )
 from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_model import LEARNED
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
@@ -94,6 +95,10 @@ class CloverDrafter(TreeDrafter):
             " norm, a cosine weighs the attention to the token without a product behind it, and a"
             " norm stands before the target's head; 3 heads by default, which learn the tokens of"
             " the model's own answers with equal weights",
+            LEARNED,
+            "--recipe clover has the factors of Clover-2's code, 10 of the distance to the target's"
+            " states and 0.7 from head to head, and embeds tokens as the target does (the code: by"
+            " the rows of the target's head); drafters that embed either way open",
             "the budget is Clover's: candidates below a quarter of the best one's probability are"
             " dropped, too, which Clover-2's code leaves out",
             "8 nodes of up to 5 heads by default (Clover: 4; the code of Clover-2: 20)",

@@ -23,6 +23,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.block_drafter import BlockDrafter
+from anydecode.decoders.speculative.draft_model import LEARNED
 
 
 @register(
@@ -50,6 +51,11 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             CHOSEN_NOISE,
             "at most the last 2,048 tokens of a prompt that were not cached are read (by PARD, all:"
             " it reads no states)",
+            LEARNED,
+            "each slot counts 0.8 times the one before (the papers: cross entropy with the texts'"
+            " tokens, mixed with total variation in DSpark, and other factors)",
+            "such drafters have two layers of DFlash or DSpark (the papers: 5) or one of P-EAGLE"
+            " (4), blocks of 5 or 4 drafts, and with DSpark a bias of rank 64 (256)",
             "DFlash2, whose paper is not published: as its checkpoints and their readers have it;"
             " above temperature 0 a token is sampled among the selector's, with the noise that the"
             " target will use",

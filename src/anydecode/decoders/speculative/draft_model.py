@@ -18,6 +18,12 @@ from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import TARGET, Sequence
 
 DRAFT = "draft"
+#: What drafters learn that `anydecode train drafter` makes, for cards.
+LEARNED = (
+    "anydecode train drafter learns the target's distributions on the model's own answers, by KL"
+    " divergence where few drafts would be accepted and by total variation where most would"
+    " (arXiv:2602.23881)"
+)
 
 
 class _Session(DraftSession):

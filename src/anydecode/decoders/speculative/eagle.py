@@ -23,6 +23,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
+from anydecode.decoders.speculative.draft_model import LEARNED
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
@@ -62,6 +63,13 @@ class EagleDrafter(TreeDrafter):
             CHOSEN_NOISE,
             "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
             " is faster on processors",
+            "drafters of the first paper draft such trees, too; with `fixed-tree` they draft a tree"
+            " of a fixed shape (the paper: one of 25 nodes, whose siblings are drawn)",
+            LEARNED,
+            "in 3 unrolled steps (EAGLE-3: 7), of which each counts 0.8 times the one before;"
+            " --recipe eagle, which is unrolled as in HASS (arXiv:2408.15766), adds the distance to"
+            " the target's states (EAGLE: one step, 0.1 times the cross entropy and the distance,"
+            " and noise in the states)",
             "with a draft model that reads no states, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

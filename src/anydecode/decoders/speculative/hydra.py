@@ -14,6 +14,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
+from anydecode.decoders.speculative.draft_model import LEARNED
 
 
 @register(
@@ -33,6 +34,9 @@ from anydecode.decoders.speculative.best_tree import BestTreeDrafter
             "8 nodes of up to 4 heads by default, which is faster on processors",
             "above temperature 0 a node's weight is its estimated acceptance probability given the"
             " noise that the target will use",
+            LEARNED,
+            "a head has 2 blocks, and each head counts 0.8 times the one before (Hydra++: 4 blocks,"
+            " and cross entropy with the target's distributions)",
             "blocks of a head that shared one matrix in training are read as stored, a copy each",
             "with a draft model without such heads, the same tree with that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read by Hydra++",

@@ -14,6 +14,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.block_drafter import BlockDrafter
+from anydecode.decoders.speculative.draft_model import LEARNED
 
 
 @register(
@@ -29,6 +30,9 @@ from anydecode.decoders.speculative.block_drafter import BlockDrafter
             "in EAGLE's form; that of tokens alone, which replaces Medusa, is not included",
             "a mask token is an unused token's embedding beside a learned state of its own (the"
             " paper: an embedding of its own), which the projection makes the same inputs of",
+            LEARNED,
+            "each of 4 positions counts 0.8 times the one before, beside the distance to the"
+            " target's states (the paper's factors and number of mask tokens are not known)",
             "of the product of the positions' candidates, the 8 nodes with the largest products of"
             " probabilities, and none below 0.1, which is faster on processors (threshold=0: all)",
             "verified token-exactly, and above temperature 0 a node's weight is its estimated"

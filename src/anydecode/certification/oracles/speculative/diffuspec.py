@@ -39,6 +39,9 @@ def diffuspec() -> Iterator[Check]:
         yield Check(f"drafts at T={temperature} equal the oracle's path and length", wrong == 0)
         yield Check(f"drafts are accepted at T={temperature}", num_accepted > 0, f"{num_accepted}")
     yield Check("several draft lengths occur", len(lengths) > 2, f"{sorted(lengths)}")
+    with open_llm(confident) as llm:
+        trace = rounds(llm, "diffuspec:weight=0.8", PROMPTS[0])
+    yield Check("weight is that of the diffusion model", _mistakes(trace, weight=0.8) == 0)
     wrong = num_ended = num_cut = 0
     for prompt in PROMPTS:
         with open_llm(ending) as llm:
@@ -64,12 +67,17 @@ def ending(path: tuple[int, ...]) -> np.ndarray:
     return row
 
 
-def _mistakes(trace: list[TracedRound], end: int | None = None, logits: Logits = confident) -> int:
+def _mistakes(
+    trace: list[TracedRound],
+    end: int | None = None,
+    logits: Logits = confident,
+    weight: float = 0.5,
+) -> int:
     """The number of rounds whose draft differs from the oracle's."""
     wrong, size = 0, MIN_LENGTH
     means: tuple[float, float] | None = None
     for one in trace:
-        wrong += one.tokens != _path(one.text, marginals(one.text, size, logits), end)
+        wrong += one.tokens != _path(one.text, marginals(one.text, size, logits), end, weight)
         now = len(one.tokens), len(one.accepted)
         means = now if means is None else ((means[0] + now[0]) / 2, (means[1] + now[1]) / 2)
         size = math.floor(means[0]) + (STEP if means[1] >= means[0] else 0)
@@ -77,7 +85,7 @@ def _mistakes(trace: list[TracedRound], end: int | None = None, logits: Logits =
     return wrong
 
 
-def _path(text: list[int], rows: list[np.ndarray], end: int | None) -> list[int]:
+def _path(text: list[int], rows: list[np.ndarray], end: int | None, weight: float) -> list[int]:
     """The best path of a beam search over the candidates of the positions, up to and including the
     first position that has the end among its candidates by mass."""
     grams = [Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1)) for n in (1, 2, 3)]
@@ -97,13 +105,10 @@ def _path(text: list[int], rows: list[np.ndarray], end: int | None) -> list[int]
                 longer.append((score, path))
                 continue
             seen = [*text, *path]
-            longer += [
-                (
-                    score + (math.log(p[t]) + math.log(_trigram(grams, seen, t, len(p)))) / 2,
-                    (*path, t),
-                )
-                for t in options
-            ]
+            for t in options:
+                own, text_model = math.log(p[t]), math.log(_trigram(grams, seen, t, len(p)))
+                gain = weight * own + (1 - weight) * text_model
+                longer.append((score + gain, (*path, t)))
         beams = sorted(longer, key=lambda one: -one[0])[:BEAMS]
         if end in nucleus:
             break
