@@ -10,11 +10,19 @@ import pytest
 from anydecode import catalogue
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative import prompt_lookup
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 def test_certificate() -> None:
     assert_certified("prompt-lookup")
+
+
+@pytest.mark.parametrize("defaults", [{"size": 8}, {"max_ngram": 4}, {"min_ngram": 2}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "prompt-lookup", **defaults)
+    assert_rejected("prompt-lookup")
 
 
 def test_certificate_rejects_long_suffixes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,9 @@ def test_an_unshifted_target_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not all(check.passed for check in oracle._shifted_target())
 
 
-@pytest.mark.parametrize("decoder", ["rapid:eta=0", "rapid:eta=5,acceptance=rejection"])
+@pytest.mark.parametrize(
+    "decoder", ["rapid:eta=0", "rapid:eta=1000", "rapid:eta=5,acceptance=rejection"]
+)
 def test_mistakes_are_one_line(decoder: str) -> None:
     with scripted(wordy(), wordy()) as llm, pytest.raises(InvalidRequestError) as refusal:
         llm.generate("abc", decoder=decoder)

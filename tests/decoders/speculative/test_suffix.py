@@ -19,7 +19,7 @@ from anydecode.decoders.speculative.suffix import (
     shortening,
 )
 from anydecode.scoring.tree import ROOT, TokenTree
-from certificates import assert_certified, assert_rejected, replace_method
+from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
 def test_certificate() -> None:
@@ -28,6 +28,14 @@ def test_certificate() -> None:
 
 def test_certificate_rejects_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_method(monkeypatch, "suffix", "prompt-lookup")
+    assert_rejected("suffix")
+
+
+@pytest.mark.parametrize("defaults", [{"factor": 1.0}, {"min_probability": 0.2}], ids=str)
+def test_certificate_rejects_other_defaults(
+    monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "suffix", **defaults)
     assert_rejected("suffix")
 
 

@@ -22,6 +22,7 @@ from anydecode.decoders.framework.growing_tree import GrowingTree, TreeNoise
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.best_tree import BestTreeDrafter
+from anydecode.decoders.speculative.draft_model import LEARNED
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT
@@ -81,6 +82,9 @@ class MedusaDrafter(BestTreeDrafter):
             "above temperature 0 a node's weight is its estimated acceptance probability given the"
             " noise that the target will use",
             "blocks of a head that shared one matrix in training are read as stored, a copy each",
+            LEARNED,
+            "each head counts 0.8 times the one before, and all share the target's last matrix (the"
+            " paper: cross entropy with the tokens of texts, and a matrix for each head)",
             "with a draft model that reads tokens, the same tree, one pass per level",
         ),
         remote={"size": Range(1, 64), "depth": Range(1, 32), "acceptance": ACCEPTANCE_WORDS},

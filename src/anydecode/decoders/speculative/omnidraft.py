@@ -31,6 +31,7 @@ from anydecode.decoders.speculative.draft_correction import Correction, Loss
 from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.arithmetic import softmax
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
@@ -40,8 +41,23 @@ RANK = 16
 HEAD_RATE, MIN_DRAFTS = 0.001, 2
 #: Maximum memory of the spellings, and of one of them, in bytes.
 RUNS_MEMORY, _BYTES_PER_RUN = 16 << 20, 300
+#: A text behind which tokenizers write others as they are.
+_BEFORE = "\n"
 #: Probabilities below this count as this, so that logarithms are finite.
 _SMALLEST = 1e-8
+
+
+def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of `text` behind another text, without the space that tokenizers of SentencePiece
+    put before every text that they encode."""
+    tokens, data = tokenizer.encode(text, special=False), text.encode()
+    if b"".join(map(tokenizer.token_bytes, tokens)) == data:
+        return tokens
+    longer = tokenizer.encode(_BEFORE + text, special=False)
+    for first in (1, 2):  # behind the line break, and behind a space before it
+        if b"".join(map(tokenizer.token_bytes, longer[first:])) == data:
+            return longer[first:]
+    return tokens
 
 
 class Translation:
@@ -252,7 +268,7 @@ class _Session(DraftSession):
         for token in round.result.tokens:
             text = self.target_tokenizer.token_bytes(token)
             try:
-                run = self.draft_tokenizer.encode(text.decode(), special=False)
+                run = continuation(self.draft_tokenizer, text.decode())
             except UnicodeDecodeError:
                 continue
             if b"".join(map(self.draft_tokenizer.token_bytes, run)) == text:
@@ -306,8 +322,10 @@ class _Session(DraftSession):
                 )
             else:
                 text, self._pending_bytes = self._pending_bytes.decode(errors="replace"), b""
-        if text:
-            self.text += self.draft_tokenizer.encode(text, special=not self.text)
+        if text and not self.text:
+            self.text = self.draft_tokenizer.encode(text)
+        elif text:
+            self.text += continuation(self.draft_tokenizer, text)
 
 
 @register(

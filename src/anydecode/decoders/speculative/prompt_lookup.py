@@ -66,7 +66,11 @@ class PromptLookupDrafter(Drafter):
             " in prompt or answer."
         ),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        deviations=("the latest earlier occurrence is copied, not the first",),
+        deviations=(
+            "the latest earlier occurrence is copied, not the first, also where fewer than `size`"
+            " tokens follow it",
+            "7 drafts by default (the original: 10)",
+        ),
         remote={
             "size": Range(1, 64),
             "max_ngram": Range(1, 32),

@@ -31,6 +31,8 @@ from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 
+#: The strongest shift, whose powers of e are finite.
+MAX_ETA = 100
 #: Saturation of term counts and weight of the length in BM25, as usual.
 _K1, _B = 1.2, 0.75
 
@@ -79,8 +81,10 @@ class ShiftedTarget(RejectionSampling):
 
     def __init__(self, eta: float) -> None:
         super().__init__()
-        if eta <= 0:
-            raise InvalidRequestError(f"eta is {eta}; the shift of the target must be above 0")
+        if not 0 < eta <= MAX_ETA:
+            raise InvalidRequestError(
+                f"eta is {eta}; allowed is a number above 0, at most {MAX_ETA} (the paper: 5 to 50)"
+            )
         self.eta = eta
         self.exactness = "lossy"
 
@@ -183,7 +187,7 @@ class _RetrievalSession(DraftSession):
             "chunk": Range(1, 4096),
             "count": Range(1, 256),
             "query": Range(1, 4096),
-            "eta": Range(0, 100),
+            "eta": Range(0, MAX_ETA),
             "acceptance": ACCEPTANCE_WORDS,
         },
     )

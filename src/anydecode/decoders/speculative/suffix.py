@@ -342,7 +342,9 @@ class _Session(TextDraftSession):
         deviations=(
             "automata with occurrence counts instead of the paper's depth-limited suffix trees; of"
             " longer matches the last 64 tokens count",
-            "a draft has up to `size` nodes, and none below `min_probability`",
+            "a draft has up to `size` nodes, and none below `min_probability`, that of the released"
+            " code; it has up to twice as many as the match has tokens by default (the released"
+            " code: as many)",
             "earlier answers are kept in eight parts within `memory` bytes, a request's own text in"
             " eight within 64 MiB, and the oldest part is dropped when they are full; a match does"
             " not reach from one part into another",

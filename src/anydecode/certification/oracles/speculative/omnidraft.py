@@ -48,10 +48,14 @@ class PairTokenizer(ByteTokenizer):
         return 256 <= token < VOCABULARY
 
 
+#: The logit of the recited token; that of all others is 0.
+LOGIT = 8.0
+
+
 def _reciting_logits(tokens: list[int], size: int) -> Logits:
     def logits(seen: tuple[int, ...]) -> np.ndarray:
         row = np.zeros(size, np.float32)
-        row[tokens[len(seen) % len(tokens)]] = 30.0
+        row[tokens[len(seen) % len(tokens)]] = LOGIT
         return row
 
     return logits
@@ -69,8 +73,8 @@ def omnidraft() -> Iterator[Check]:
     draft.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
     with LLM(target, tokenizer=ours, draft=draft, cache_positions=4096) as llm:
         prompt = ours.encode("abcabd")
-        trace = rounds(llm, "omnidraft:size=6", prompt, 50)
-        method = llm.decoder("omnidraft:size=6")
+        trace = rounds(llm, "omnidraft", prompt, 50)
+        method = llm.decoder("omnidraft")
         assert isinstance(method, Speculative) and isinstance(method.drafter, OmniDrafter)
         runs = method.drafter.translation.runs
         yield Check("the text is the target's", _text(ours, trace) in text)
@@ -81,11 +85,11 @@ def omnidraft() -> Iterator[Check]:
             f"{runs}",
         )
         yield from _lessons(ours, llm, method, prompt)
-        last = trace[-2]
         missed = [one for one in trace if one.tokens and one.tokens[0] != one.generated[0]]
         yield Check("unknown translations are rejected", 0 < len(missed) <= 3, f"{len(missed)}")
-        yield Check("a known translation is accepted", len(last.accepted) == len(last.tokens) > 2)
-        yield Check("drafts are whole target tokens", any(t >= VOCABULARY for t in last.tokens))
+        known = [one for one in trace if len(one.accepted) == len(one.tokens) > 2]
+        is_whole = any(token >= VOCABULARY for one in known for token in one.tokens)
+        yield Check("known translations of whole target tokens are accepted", is_whole)
         try:
             llm.generate("abc", decoder="speculative-sampling")
             refused = ""
@@ -102,12 +106,12 @@ def omnidraft() -> Iterator[Check]:
 
 
 def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -> int:
-    """The number of rounds whose drafts are not the next six bytes of `recited`, with pairs
+    """The number of rounds whose drafts are not the next five bytes of `recited`, with pairs
     generated before as one token; no drafts where a character is incomplete."""
     wrong, generated = 0, set()
     for one in trace:
         seen = b"".join(map(ours.token_bytes, one.text))
-        ahead = [recited[(len(seen) + i) % len(recited)] for i in range(6)]
+        ahead = [recited[(len(seen) + i) % len(recited)] for i in range(5)]
         expected: list[int] = []
         while ahead:
             pair = bytes(ahead[:2])
@@ -137,7 +141,7 @@ def _lessons(
                 expected.append((spelled[0], is_accepted))
             elif is_accepted:
                 expected += [(byte, None) for byte in spelled]
-    # The target is sure of its token, so a direct draft has all probability or none.
+    # The target is nearly sure of its token, so a direct draft has most probability or none.
     places = {int(token): place for place, token in enumerate(drafter.direct_drafts)}
     found = [
         (one.token, None if one.target is None else bool(one.target[places[one.token]] > 0.5))
@@ -145,6 +149,10 @@ def _lessons(
     ]
     yield Check("lessons are the verified drafts", found == expected, f"{len(taken)}")
     yield Check("of every kind", {kind for _, kind in found} == {None, True, False})
+    share = np.exp(LOGIT) / (np.exp(LOGIT) + ours.vocab_size - 1)
+    weights = [one.weight for one in taken if one.target is None]
+    name = "the weight of a run is the target's probability of it"
+    yield Check(name, np.allclose(weights, share, atol=1e-4), f"{share:.3f}")
 
 
 def _loss() -> Iterator[Check]:

@@ -33,12 +33,14 @@ def suffix() -> Iterator[Check]:
             agree &= automaton.counts[state] == count
     yield Check("substring counts equal a search", agree)
     num_accepted, num_short = 0, 0
-    for bound, factor in ((0.1, 2.0), (0.5, 1.0)):
+    for key, bound, factor in (
+        ("suffix", 0.1, 2.0),
+        ("suffix:min_probability=0.5,factor=1.0", 0.5, 1.0),
+    ):
         with scripted(wordy()) as llm:
             earlier: Texts = []
             wrong = 0
             for prompt in (*PROMPTS, *PROMPTS):
-                key = f"suffix:min_probability={bound},factor={factor}"
                 trace = rounds(llm, key, prompt, temperature=0.6)
                 for one in trace:
                     follows = _follows_longest(one, earlier, bound, factor)
