@@ -126,8 +126,8 @@ class LLM:
         prefix_cache: Whether requests may reuse the cached prefixes of earlier ones.
         schedule: A catalogue key ("sarathi-serve:budget=256") or a `Schedule`.
         drafting: What limits how much all requests together draft: a catalogue key or an object
-            of this engine alone, by default "smartspec-server"; "fixed": each request drafts as
-            much as its method says.
+            with such a limit, by default "smartspec-server"; "fixed": each request drafts as much
+            as its method says.
         prefix_spill: Where to store prefixes that are evicted from the target's cache: a folder,
             or "memory".
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
@@ -231,7 +231,7 @@ class LLM:
             self.engine,
             tokenizers,
             EngineCostModel(self.engine, self.model),
-            OWN_DRAFTS if drafting == "fixed" else build_as(drafting, ServerGoodput),
+            OWN_DRAFTS if drafting == "fixed" else build_as(drafting, ServerGoodput).unused(),
             prefix_cache,
         )
 

@@ -128,7 +128,7 @@ def scripted_llm(
     fills_in: bool = False,
     draft_causal: bool = True,
     block_size: int | None = None,
-    drafting: str = "fixed",
+    drafting: Any = "fixed",
     **options: Any,
 ) -> LLM:
     """A small engine over scripted models: a target, and a draft model that often agrees with it.

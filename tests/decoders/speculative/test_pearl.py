@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anydecode.certification.oracles.speculative.draft_chains import TARGET, recorded_drafts
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.certification.rounds import scripted
+from anydecode.decoders.framework import draft_time
 from anydecode.decoders.speculative.pearl import Pearl
 from anydecode.scoring.tree import TokenTree
 from certificates import (
@@ -74,3 +78,17 @@ def test_certificate_rejects_a_first_draft_ahead_that_is_never_tested(
 
     monkeypatch.setattr(Pearl, "_accept", accept)
     assert not next(rejection_checks("pearl")).passed
+
+
+def test_certificate_rejects_free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_time, "shares_device", lambda sequence: False)
+    assert_rejected("pearl")
+
+
+def test_drafts_on_a_device_of_their_own_take_no_time_of_the_target() -> None:
+    with scripted(TARGET, TARGET) as llm:
+        draft: Any = llm.engine.runners["draft"].model
+        draft.executor = SimpleNamespace(device="cuda:1")
+        recorded, _ = recorded_drafts(llm, "pearl:size=4", "abcabcabd")
+    assert len(recorded) > 3
+    assert all(seconds == 0.0 for _, seconds in recorded)

@@ -8,6 +8,7 @@ import pytest
 from anydecode import catalogue
 from anydecode.certification.oracles.speculative import saguaro as saguaro_oracle
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.decoders.framework import draft_time
 from anydecode.decoders.framework.draft_candidates import DraftCandidates
 from anydecode.decoders.speculative import saguaro
 from anydecode.decoders.speculative.saguaro import fan_out
@@ -82,3 +83,20 @@ def test_fan_out_follows_the_acceptance_rate() -> None:
     low, high = fan_out(4, 20, 0.3, 0.5), fan_out(4, 20, 0.95, 0.5)
     assert low[0] > low[3] and high[-1] > high[0] and min(low + high) >= 1
     assert sum(low) == sum(high) == 20 and fan_out(4, 5, 0.3, 0.5) == [1] * 5
+
+
+def test_certificate_rejects_free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_time, "shares_device", lambda sequence: False)
+    assert_rejected("saguaro")
+
+
+def test_certificate_rejects_drafts_beyond_the_shared_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare = saguaro.Saguaro._prepare
+    monkeypatch.setattr(
+        saguaro.Saguaro,
+        "_prepare",
+        lambda self, growing, tree, size, ticket: prepare(self, growing, tree, self.size, ticket),
+    )
+    assert_rejected("saguaro")

@@ -10,7 +10,7 @@ import pytest
 from anydecode import catalogue
 from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative import goodput, smartspec
-from anydecode.decoders.speculative.smartspec import GoodputBudget, RunningSet
+from anydecode.decoders.speculative.smartspec import FadingCounts, GoodputBudget, RunningSet
 from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected
 
@@ -33,10 +33,23 @@ def test_a_rate_over_drafts_that_were_not_tested_is_rejected(
 ) -> None:
     def observe(self: GoodputBudget, round: SpeculationRound) -> None:
         self.load.costs.observe(round)
-        if len(round.tree):
-            self.rate += 0.1 * (round.num_accepted / len(round.tree) - self.rate)
+        for counts in (self.counts, self.load.counts):
+            counts.record(round.num_accepted, len(round.tree))
 
     monkeypatch.setattr(GoodputBudget, "observe", observe)
+    assert_rejected("smartspec")
+
+
+def test_a_rate_that_starts_elsewhere_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    mean = FadingCounts.mean
+    monkeypatch.setattr(
+        FadingCounts, "mean", lambda self, first=0.6, weight=2.0: mean(self, first, weight)
+    )
+    assert_rejected("smartspec")
+
+
+def test_counts_that_do_not_fade_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smartspec, "OWN_ROUNDS", 1000)
     assert_rejected("smartspec")
 
 
@@ -78,8 +91,14 @@ def budgets_of(*sequences: Any, rate: float = 1.0, **options: Any) -> list[Any]:
     decoder = catalogue.build("smartspec", **options)
     budgets = [decoder.budget(sequence) for sequence in sequences]
     for budget in budgets:
-        budget.rate = rate
+        set_rate(budget, rate)
     return budgets
+
+
+def set_rate(budget: Any, rate: float) -> None:
+    """Let nearly all that is known of the sequence's drafts be that so many are accepted."""
+    budget.counts = FadingCounts(10)
+    budget.counts.record(rate * 1e12, 1e12)
 
 
 @pytest.mark.parametrize(("num_others", "size"), [(0, 7), (3, 4), (6, 1), (7, 0), (20, 0)])
@@ -94,7 +113,7 @@ def test_sequences_of_other_decoders_take_a_row_each(num_others: int, size: int)
 def test_the_goodput_counts_all_tokens_and_rows_of_a_pass() -> None:
     one, other = FakeSequence(num_others=4), FakeSequence(num_others=4)
     first, second = budgets_of(one, other)
-    second.rate = 0.5
+    set_rate(second, 0.5)
     # Three sequences of other decoders; 1 + 1 + 1 and 1 + 1/2 + 1/4 tokens of the two; 2 * 3 + 3
     # rows cost 2.
     assert first.load.goodput(one, 2) == pytest.approx((3 + 1.75 + 3) / 2)
@@ -113,17 +132,37 @@ def test_a_length_is_kept_until_another_is_better_by_two_percent(per_row: float,
     sequence = FakeSequence(0)
     (budget,) = budgets_of(sequence, fixed=1.0, per_row=per_row)
     assert budget.size(sequence) == 8
-    budget.rate = 0.0
+    set_rate(budget, 0.0)
     assert budget.size(sequence) == size
 
 
+def observe(budget: Any, num_drafts: int, num_accepted: int) -> None:
+    """A round whose drafting took a second."""
+    budget.observe(
+        SimpleNamespace(tree=[0] * num_drafts, num_accepted=num_accepted, draft_seconds=1.0)
+    )
+
+
 def test_rounds_update_the_rate_and_the_cost_of_drafts() -> None:
+    """Drafts after the first rejected one are not verified: 2 of 3 were accepted."""
     sequence = FakeSequence(0)
-    (budget,) = budgets_of(sequence, rate=0.6)
-    for tree, num_accepted in (([0] * 5, 2), ([], 0)):  # a round without drafts does not count
-        budget.observe(SimpleNamespace(tree=tree, num_accepted=num_accepted, draft_seconds=1.0))
-    # Drafts after the first rejected one are not verified: 2 of 3 were accepted.
-    assert budget.rate == pytest.approx(0.6 + 0.1 * (2 / 3 - 0.6))
-    assert budget.load.rate == pytest.approx(0.6 + 0.02 * (2 / 3 - 0.6))
+    budget = catalogue.build("smartspec").budget(sequence)
+    assert budget.rate == 0.5
+    observe(budget, num_drafts=5, num_accepted=2)
+    shared = (2 + 1) / (3 + 2)
+    assert budget.load.counts.mean() == pytest.approx(shared)
+    assert budget.rate == pytest.approx((2 + 4 * shared) / (3 + 4))
     tokens = 1 + budget.rate + budget.rate**2
     assert budget.load.goodput(sequence, 2) == pytest.approx(tokens / (1 + 2 * 0.1 * 1.0 / 5))
+
+
+def test_drafts_that_did_not_pay_are_tried_again() -> None:
+    """A draft saves time where more than a third are accepted."""
+    sequence = FakeSequence(0)
+    budget = catalogue.build("smartspec", fixed=1.0, per_row=0.5, max_drafts=1).budget(sequence)
+    for _ in range(30):
+        observe(budget, num_drafts=1, num_accepted=0)
+    assert budget.size(sequence) == 0
+    for _ in range(300):
+        observe(budget, num_drafts=0, num_accepted=0)
+    assert budget.size(sequence) == 1

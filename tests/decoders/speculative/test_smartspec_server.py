@@ -83,7 +83,7 @@ def test_certificate_rejects_siblings_as_probable_as_the_first(monkeypatch: Patc
 def test_certificate_rejects_trees_whose_last_nodes_are_left_out(monkeypatch: Patch) -> None:
     from anydecode.certification.oracles.speculative import smartspec_server as oracle
 
-    monkeypatch.setattr(oracle, "by_probability", lambda tree, chances: (tree, chances))
+    monkeypatch.setattr(oracle, "by_probability", lambda tree, chances: (tree, chances, ()))
     assert_rejected("smartspec-server")
 
 
@@ -94,9 +94,9 @@ def test_certificate_rejects_times_that_do_not_fade(monkeypatch: Patch) -> None:
 
 def test_siblings_stay_in_the_order_by_which_their_rates_are_known() -> None:
     tree = TokenTree([10, 20, 11, 21], [-1, -1, 0, 1])
-    ordered, chances = by_probability(tree, [0.3, 0.5, 0.1, 0.4])
+    ordered, chances, numbers = by_probability(tree, [0.3, 0.5, 0.1, 0.4])
     assert (ordered.tokens, ordered.parents) == ([10, 20, 21, 11], [-1, -1, 1, 0])
-    assert chances == [0.3, 0.3, 0.3, 0.1]
+    assert (chances, numbers) == ([0.3, 0.3, 0.3, 0.1], [0, 1, 3, 2])
 
 
 def test_certificate_rejects_counts_that_do_not_fade(monkeypatch: Patch) -> None:
@@ -197,6 +197,16 @@ def test_drafters_that_read_states_keep_the_text_in_company(
         llm.engine.check_integrity()
     for answers in drafted:
         assert [one.tokens for one in answers] == [one.tokens for one in plain]
+
+
+def test_engines_that_are_given_one_object_count_their_requests_apart() -> None:
+    limit = ServerGoodput(max_drafts=3)
+    with scripted_llm(drafting=limit) as one, scripted_llm(drafting=limit) as other:
+        policies: list[Any] = [llm.resources.draft_policy for llm in (one, other)]
+        sequence = one.request("abcabc", max_tokens=20).jobs[0].sequence
+        share = sequence.draft_policy.open(sequence, one)
+    assert [policy.max_drafts for policy in policies] == [3, 3]
+    assert [list(policy.running) for policy in (*policies, limit)] == [[share], [], []]
 
 
 def test_a_limit_of_no_drafts_is_refused() -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.draft_time import counted
 from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
@@ -37,7 +38,10 @@ Proposal = Generator[DecoderAction, Any, TokenTree]
 @dataclass(eq=False)
 class SpeculationRound:
     """One draft and its verification, as passed to drafters and budgets. `scores` is valid only
-    during the call. Times are in seconds."""
+    during the call. Times are in seconds; `draft_seconds` is the sequence's part of those of passes
+    that several sequences share. `numbers` are those of the nodes of
+    `tree` in the draft, of which the pass may have left out some, and which may have had them in
+    another order."""
 
     sequence: Sequence
     tree: TokenTree
@@ -45,10 +49,26 @@ class SpeculationRound:
     result: AcceptanceResult
     draft_seconds: float
     verify_seconds: float
+    numbers: Seq[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.numbers = self.numbers or range(len(self.tree))
 
     @property
     def num_accepted(self) -> int:
         return len(self.result.path)
+
+    def tested(self, chain: TokenTree) -> tuple[int, int]:
+        """How many drafts of a chain were accepted, and how many were tested. If a pass has left
+        out some, and all others are accepted, the first one left out is tested, too: the token that
+        follows is the one that it predicts."""
+        num_verified, num_accepted = len(self.tree), self.num_accepted
+        if num_accepted < num_verified or num_verified == len(chain):
+            return num_accepted, min(num_accepted + 1, num_verified)
+        is_next = self.result.tokens[num_accepted : num_accepted + 1] == [
+            chain.tokens[num_accepted]
+        ]
+        return num_accepted + is_next, num_verified + 1
 
 
 def verify_tree(
@@ -257,10 +277,11 @@ def burst(sequence: Sequence, share: DraftShare) -> Decoding:
     sequence.emit(tokens, request.sampler)
 
 
-def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq[float]]:
-    """A draft with its most probable nodes first, and their probabilities in this order: of rows
-    that may be left out, the last ones are first. Siblings stay in their order, by which chances
-    are known: a node counts no more than its parent and than the sibling before it."""
+def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq[float], Seq[int]]:
+    """A draft with its most probable nodes first, their probabilities in this order, and the
+    numbers that they had: of rows that may be left out, the last ones are first. Siblings stay in
+    their order, by which chances are known: a node counts no more than its parent and than the
+    sibling before it."""
     bounds, last = list[float](), dict[int, float]()
     for chance, parent in zip(chances, tree.parents, strict=False):
         above = 1.0 if parent == ROOT else bounds[parent]
@@ -268,8 +289,8 @@ def by_probability(tree: TokenTree, chances: Seq[float]) -> tuple[TokenTree, Seq
         bounds.append(last[parent])
     order = sorted(range(len(bounds)), key=lambda node: -bounds[node])
     if order == list(range(len(order))):
-        return tree, bounds
-    return tree.reordered(order), [bounds[node] for node in order]
+        return tree, bounds, order
+    return tree.reordered(order), [bounds[node] for node in order], order
 
 
 class Speculative(Decoder):
@@ -330,7 +351,8 @@ class Speculative(Decoder):
         tree = self._forced(sequence)
         is_forced = bool(len(tree))
         optional: Seq[float] = ()
-        may_leave_out = False
+        numbers: Seq[int] = ()
+        num_actions, may_leave_out = 0, False
         if not is_forced:
             own_size = budget.size(sequence)
             bursts = can_burst(sequence, session)
@@ -341,22 +363,22 @@ class Speculative(Decoder):
                 yield from burst(sequence, share)
                 return
             if sequence.can_draft():
-                tree = yield from session.propose(size)
+                tree, num_actions = yield from counted(session.propose(size))
             tree = self._without_forbidden(sequence, tree)
             may_leave_out = self._may_leave_out(tree)
             if may_leave_out:
-                tree, optional = by_probability(tree, share.chances(tree))
+                tree, optional, numbers = by_probability(tree, share.chances(tree))
         draft_seconds = perf_counter() - start
         round = yield from verify_tree(
             sequence, tree, self.acceptance, draft_seconds, optional, session.hidden
         )
         if not is_forced:
+            round.numbers = numbers[: len(round.tree)] or round.numbers
+            if num_actions:
+                # The passes that draft have rows of the other sequences, too.
+                round.draft_seconds /= sequence.cost_model.num_others() + 1
             budget.observe(round)
-            seconds = draft_seconds
-            if self.requirements.runners or self.requirements.every_draft:
-                # Passes of a draft model have rows of the other sequences, too.
-                seconds /= sequence.cost_model.num_others() + 1
-            share.observe(round.tree, round.result.path, seconds, not may_leave_out)
+            share.observe(round.tree, round.result.path, round.draft_seconds, not may_leave_out)
         session.observe(round)
 
     def _may_leave_out(self, tree: TokenTree) -> bool:

@@ -273,31 +273,33 @@ class _Session(DraftSession):
                 continue
             if b"".join(map(self.draft_tokenizer.token_bytes, run)) == text:
                 self.drafter.translation.learn(run, token)
-        if round.tree is self._drafted and self.drafter.rate:
-            self.drafter.add(self._lessons(round))
-            self._add_acceptances(round)
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None and self.drafter.rate:
+            tested = round.tested(drafted)
+            self.drafter.add(self._lessons(round, *tested))
+            self._add_acceptances(*tested)
         if round.sequence.finished:
             self.drafter.train()
 
-    def _add_acceptances(self, round: SpeculationRound) -> None:
+    def _add_acceptances(self, num_accepted: int, num_tested: int) -> None:
         """Store the states of the accepted drafts and of the first rejected ones that were fed."""
         at = 0
-        for node, (_, length) in enumerate(self._runs[: round.num_accepted + 1]):
+        for node, (_, length) in enumerate(self._runs[:num_tested]):
             for hidden, _ in self._rows[at + 1 : at + length + 1]:
-                self.drafter.online.add(hidden, float(node < round.num_accepted))
+                self.drafter.online.add(hidden, float(node < num_accepted))
             at += length
 
-    def _lessons(self, round: SpeculationRound) -> list[Lesson]:
+    def _lessons(self, round: SpeculationRound, num_accepted: int, num_tested: int) -> list[Lesson]:
         """Lessons from the accepted drafts, and from the first rejected one if it was translated
         directly."""
         lessons: list[Lesson] = []
         at = 0
-        for node, (token, length) in enumerate(self._runs[: round.num_accepted + 1]):
+        for node, (token, length) in enumerate(self._runs[:num_tested]):
             row = round.scores.row(node)
             if length == 1:
                 target = softmax(row[self.drafter.direct_targets])
                 lessons.append(Lesson(*self._rows[at], self._drafts[at], target=target))
-            elif node < round.num_accepted:
+            elif node < num_accepted:
                 weight = float(softmax(row)[token])
                 lessons += [
                     Lesson(*self._rows[part], self._drafts[part], weight)

@@ -178,9 +178,12 @@ class _Session(DraftSession):
         return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
-        """Store the first rejected draft of the round; train at the end of the request."""
-        position = round.num_accepted
-        if round.tree is self._drafted and position < len(round.tree):
+        """Store the first rejected draft of the round; train at the end of the request. Drafts that
+        the pass has left out are drafted again after the same text, and tested then, so that they
+        are missing from no example."""
+        drafted, self._drafted = self._drafted, None
+        position, num_tested = (0, 0) if drafted is None else round.tested(drafted)
+        if position < num_tested:
             tokens, best = top_k(round.scores.logits[position : position + 1], NUM_TARGET_TOKENS)
             hidden, row = self.rows[position]
             place, sequence = self._num_tokens + position, round.sequence

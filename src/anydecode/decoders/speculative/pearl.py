@@ -10,6 +10,7 @@ from time import perf_counter
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.draft_time import beside_target
 from anydecode.decoders.framework.rejection import (
     CHAIN_NOISE,
     LOGIT_RULES,
@@ -110,6 +111,7 @@ class Pearl(Decoder):
     def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
+            seconds = 0.0
             size = share.size(self.num_drafts(sequence))
             if not drafts and not size:  # not worth the draft model's passes
                 plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
@@ -119,12 +121,19 @@ class Pearl(Decoder):
                 sequence.align(DRAFT)
                 rows = distribution_list(self.acceptance)
                 if not self.pre_verify:
+                    start = self.clock()
                     drafts = yield from draft_chain(sequence, [], size, distributions=rows)
+                    seconds = self.clock() - start
             tree = sampled_chain(drafts, rows)
             ticket = yield Submit(sequence.verify(tree))
             count = size if self.pre_verify else size + 1
             next_rows, start = distribution_list(self.acceptance), self.clock()
-            next_drafts = yield from draft_chain(sequence, drafts, count, distributions=next_rows)
+            next_drafts, spent = yield from beside_target(
+                draft_chain(sequence, drafts, count, distributions=next_rows),
+                sequence,
+                ticket,
+                self.clock,
+            )
             self._record_drafts(len(next_drafts), self.clock() - start)
             if ticket.scores is None:
                 yield Wait([ticket])
@@ -132,8 +141,12 @@ class Pearl(Decoder):
             result = self._accept(tree, ahead, ticket.scores)
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, ticket.scores)
-            share.observe(tree, result.path, 0.0)  # drafted while the target ran
             all_accepted = len(result.path) == len(drafts) and result.tokens[-1:] == next_drafts[:1]
+            # The token after the drafts tests the first one that was drafted beside the target.
+            tested = TokenTree.chain(tree.tokens + next_drafts[:1])
+            path = range(len(result.path) + all_accepted)
+            seconds = (seconds + spent) / (sequence.cost_model.num_others() + 1)
+            share.observe(tested, path, seconds)
             drafts = next_drafts[1:] if all_accepted else []
             rows = next_rows[1:] if next_rows is not None else None
 

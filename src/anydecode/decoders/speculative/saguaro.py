@@ -7,9 +7,10 @@ An outcome is the number of accepted drafts and the bonus token.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult
 from anydecode.decoders.framework.draft_candidates import DraftCandidates
+from anydecode.decoders.framework.draft_time import beside_target
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES, logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
@@ -149,6 +151,7 @@ class Saguaro(Decoder):
         if discount < 1 and not self.acceptance.reads_probabilities:
             raise InvalidRequestError("saguaro takes discount with acceptance='rejection' alone")
         self.discount = discount
+        self.clock: Callable[[], float] = perf_counter
 
     def decode(self, sequence: Sequence) -> Decoding:
         with closing(draft_share(sequence, self, self.acceptance)) as share:
@@ -164,39 +167,43 @@ class Saguaro(Decoder):
                 plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
                 share.observe(plain.tree, [], 0.0)
                 continue
+            start = self.clock()
             if not drafts:
                 sequence.align(DRAFT)
                 rows = distribution_list(self.acceptance)
-                drafts = yield from self._draft(sequence, rows)
-            drafts = drafts[:size]
-            tree = sampled_chain(drafts, rows)
+                drafts = yield from self._draft(sequence, size, rows)
+            seconds = self.clock() - start
+            tree = sampled_chain(drafts[:size], rows)
             ticket = yield Submit(sequence.verify(tree))
             growing = GrowingTree(sequence)
-            branches = yield from self._prepare(growing, tree, ticket)
+            branches, spent = yield from beside_target(
+                self._prepare(growing, tree, size, ticket), sequence, ticket, self.clock
+            )
             if ticket.scores is None:
                 yield Wait([ticket])
             result = self.acceptance.walk(tree, ticket.scores)
             sequence.record(tree, result.path, result.tokens, hit=is_hit, prepared=sorted(branches))
             sequence.accept(result.path, result.tokens, ticket.scores)
             growing.retain(result.tokens[:-1])
-            share.observe(tree, result.path, 0.0)  # most are drafted while the target runs
+            seconds = (seconds + spent) / (sequence.cost_model.num_others() + 1)
+            share.observe(tree, result.path, seconds)
             branch = branches.get(_outcome(result))
             drafts = []
-            if branch is not None and len(branch.drafts) == self.size:
+            if branch is not None and len(branch.drafts) == size:
                 drafts, rows = branch.drafts, branch.rows
 
     def _draft(
-        self, sequence: Sequence, rows: list[np.ndarray] | None
+        self, sequence: Sequence, size: int, rows: list[np.ndarray] | None
     ) -> Generator[DecoderAction, Any, list[int]]:
-        """Draft a chain; the distribution of each draft is appended to `rows`."""
+        """Draft a chain of `size`; the distribution of each draft is appended to `rows`."""
         if self.discount == 1:
-            return (yield from draft_chain(sequence, [], self.size, distributions=rows))
+            return (yield from draft_chain(sequence, [], size, distributions=rows))
         growing, drafts, node = GrowingTree(sequence), list[int](), ROOT
         yield from growing.start()
-        while len(drafts) < self.size and len(growing.candidates[node].tokens):
+        while len(drafts) < size and len(growing.candidates[node].tokens):
             drafts.append(self._draw(growing, node, len(drafts), rows))
             node = growing.add(drafts[-1], node)
-            if len(drafts) < self.size:
+            if len(drafts) < size:
                 yield from growing.expand([node])
         return drafts
 
@@ -213,10 +220,10 @@ class Saguaro(Decoder):
         return int(candidates.tokens[0])
 
     def _prepare(
-        self, growing: GrowingTree, tree: TokenTree, ticket: Ticket
+        self, growing: GrowingTree, tree: TokenTree, size: int, ticket: Ticket
     ) -> Generator[DecoderAction, Any, dict[Outcome, _Branch]]:
-        """Prepare drafts for every outcome in the fan-out; once the true outcome is known, only for
-        that one."""
+        """Prepare `size` drafts for every outcome in the fan-out; once the true outcome is known,
+        only for that one."""
         yield from growing.start(tree.tokens)
         branches: dict[Outcome, _Branch] = {}
         for num_accepted, count in enumerate(self.fans[: len(tree) + 1]):
@@ -228,7 +235,7 @@ class Saguaro(Decoder):
                     distribution_list(self.acceptance),
                 )
         active = branches
-        for _ in range(self.size):
+        for _ in range(size):
             if ticket.scores is not None:
                 outcome = _outcome(self.acceptance.walk(tree, ticket.scores))
                 active = {outcome: branches[outcome]} if outcome in branches else {}

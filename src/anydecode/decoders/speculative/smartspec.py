@@ -26,14 +26,43 @@ from anydecode.scoring.cost import DEFAULT_ROW_COST
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
 
+#: Rounds in which the counts of a sequence, and those of all sequences of its decoder, fade to 1/e.
+OWN_ROUNDS, SHARED_ROUNDS = 10, 50
+#: The drafts that the rate of all sequences counts as in that of one, and those of the mean of all
+#: rates, which counts in that of all sequences.
+SHARED_WEIGHT, FIRST_WEIGHT = 4.0, 2.0
+
+
+class FadingCounts:
+    """How many drafts were tested and accepted. Counts fade in every round, drafted or not, so that
+    drafts which did not pay are tried again.
+
+    Args:
+        num_rounds: Rounds in which counts fade to 1/e.
+    """
+
+    def __init__(self, num_rounds: int) -> None:
+        self._fading = 1 - 1 / num_rounds
+        self._accepted = self._tested = 0.0
+
+    def record(self, num_accepted: int, num_tested: int) -> None:
+        """Add a round."""
+        self._accepted = self._fading * self._accepted + num_accepted
+        self._tested = self._fading * self._tested + num_tested
+
+    def mean(self, first: float = 0.5, weight: float = FIRST_WEIGHT) -> float:
+        """The acceptance rate, where `first` counts as `weight` drafts; by default the mean of the
+        posterior after a uniform prior."""
+        return (self._accepted + weight * first) / (self._tested + weight)
+
 
 class RunningSet:
     """The sequences that one decoder is decoding. A new sequence starts with the acceptance rate of
     the earlier ones."""
 
-    def __init__(self, costs: DraftCosts, rate: float = 0.6) -> None:
+    def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
-        self.rate = rate
+        self.counts = FadingCounts(SHARED_ROUNDS)
         self.running: dict[Sequence, GoodputBudget] = {}
 
     def goodput(self, sequence: Sequence, size: int) -> float:
@@ -41,7 +70,7 @@ class RunningSet:
         other decoders count with one row each."""
         num_own = len(self.running)
         num_others = max(0, sequence.cost_model.num_others() + 1 - num_own)
-        tokens = sum(expected_tokens(b.rate, size) for b in self.running.values())
+        tokens = sum(expected_tokens(budget.rate, size) for budget in self.running.values())
         lengths = [running.length for running in self.running]
         rows = num_own * (size + 1) + num_others
         return (tokens + num_others) / self.costs.cost(sequence, rows, lengths, num_own * size)
@@ -55,8 +84,13 @@ class GoodputBudget(DraftBudget):
         self.load = load
         self.max_size = max_size
         self.margin = margin
-        self.rate = load.rate
+        self.counts = FadingCounts(OWN_ROUNDS)
         self._size = 0
+
+    @property
+    def rate(self) -> float:
+        """The acceptance rate of this sequence's drafts."""
+        return self.counts.mean(self.load.counts.mean(), SHARED_WEIGHT)
 
     def size(self, sequence: Sequence) -> int:
         goodputs = [self.load.goodput(sequence, size) for size in range(self.max_size + 1)]
@@ -66,13 +100,11 @@ class GoodputBudget(DraftBudget):
         return self._size
 
     def observe(self, round: SpeculationRound) -> None:
-        """Update the acceptance rate; rounds without drafts do not count."""
+        """Update the acceptance rates."""
         self.load.costs.observe(round)
-        if len(round.tree):
-            num_verified = min(len(round.tree), round.num_accepted + 1)
-            rate = round.num_accepted / num_verified
-            self.rate += 0.1 * (rate - self.rate)
-            self.load.rate += 0.02 * (rate - self.load.rate)
+        num_tested = min(len(round.tree), round.num_accepted + 1)
+        for counts in (self.counts, self.load.counts):
+            counts.record(round.num_accepted, num_tested)
 
 
 class SmartSpec(Speculative):
@@ -115,6 +147,8 @@ class SmartSpec(Speculative):
             "costs are measured while the engine runs, or given; the paper profiles them"
             " beforehand",
             "a length is kept until another is better by 2 %",
+            "acceptance rates are fading counts after a uniform prior of all rates (the paper: a"
+            " moving average whose start is not told)",
             "sequences of other decoders count with one row each",
             "with another rule than token-exact, such as acceptance='rejection', the paper's, a row"
             " costs a tenth of a pass where no costs are given, so that no text depends on measured"

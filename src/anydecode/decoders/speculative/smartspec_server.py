@@ -200,14 +200,17 @@ class ServerShare:
             "methods whose text depends on the drafts (rejection sampling, lossy acceptance) are"
             " not limited, so that no result depends on the load",
             "drafts whose rows a method needs all (`lookahead`, `ppd`), and those of methods that"
-            " verify in other ways (`pearl`, early exits), are left out before they are made, or"
-            " not at all; of `saguaro` only the verified rows are limited",
+            " verify in other ways (`pearl`, `saguaro`, early exits), are left out before they are"
+            " made, or not at all",
+            "drafting beside the target on one device counts with half of the time in which both"
+            " run, since they share its cores",
             "`auto` has rates of its own, and its rows are planned together with the others",
         ),
     )
 )
 class ServerGoodput:
-    """Limits the drafts of all requests of one server together.
+    """Limits the drafts of all requests of one server together. An `LLM` that it is given to takes
+    an `unused` one of its own, since requests of different engines share no passes.
 
     Args:
         max_drafts: Maximum number of levels of a draft beside other requests.
@@ -226,6 +229,10 @@ class ServerGoodput:
         self._sources: WeakKeyDictionary[object, SourceRates] = WeakKeyDictionary()
         self._counts: dict[ServerShare, int] = {}
         self._num_uses = 0
+
+    def unused(self) -> ServerGoodput:
+        """The same limit without requests."""
+        return type(self)(self.max_drafts)
 
     def open(self, sequence: DraftedSequence, source: object) -> ServerShare:
         """See `DraftPolicy`."""

@@ -147,14 +147,17 @@ class _Session(DraftSession):
 
     def observe(self, round: SpeculationRound) -> None:
         """Store the state of each draft that was fed and the probability min(1, p / q) that the
-        rejection rule accepts it; train at the end of the request."""
-        online, scores = self.drafter.online, round.scores
-        if online.rate and round.tree is self._drafted:
-            drafts = zip(round.tree.tokens, self._probabilities, self._samplers, strict=True)
-            for node, ((token, q, sampler), state) in enumerate(
-                zip(drafts, self._states[1:], strict=False)
+        rejection rule accepts it; train at the end of the request. The target's rows tell p of all
+        drafts in the pass and of the one after them. Which ones a pass leaves out depends on the
+        load and on their depth, not on p / q, so what is learned of a state stays the same."""
+        online, scores, drafted = self.drafter.online, round.scores, self._drafted
+        self._drafted = None
+        if online.rate and drafted is not None:
+            drafts = zip(drafted.tokens, self._probabilities, self._samplers, strict=True)
+            for row, ((token, q, sampler), state) in enumerate(
+                zip(drafts, self._states[1 : 1 + len(scores)], strict=False)
             ):
-                target = sampler.distribution(scores.row(scores.after(node - 1)))
+                target = sampler.distribution(scores.row(row))
                 online.add(state, min(1.0, exp(target.log_probability(token)) / max(q, 1e-30)))
         if round.sequence.finished:
             online.train()

@@ -79,11 +79,11 @@ class ReplayBudget(DraftBudget):
 
     def observe(self, round: SpeculationRound) -> None:
         """Update the rates of the drafted nodes, and of those that the budget left out."""
-        drafted = np.zeros(len(round.tree))
-        drafted[round.result.path] = 1.0
-        rates = self.rates[: len(drafted)]
-        rates += _LEARNING * (drafted[: len(rates)] - rates)
-        left_out = slice(max(self._size, len(rates)), None)
+        accepted = set(round.result.path)
+        drafted = [one for one in enumerate(round.numbers) if one[1] < len(self.rates)]
+        for node, number in drafted:
+            self.rates[number] += _LEARNING * ((node in accepted) - self.rates[number])
+        left_out = slice(max([self._size, *(number + 1 for _, number in drafted)]), None)
         self.rates[left_out] += _FORGETTING * (self._first_rates - self.rates)[left_out]
 
 

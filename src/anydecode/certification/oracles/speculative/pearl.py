@@ -11,7 +11,9 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     PROMPTS,
     TARGET,
     chain_oracle,
+    drafting_time,
     overlap,
+    recorded_drafts,
 )
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
@@ -41,7 +43,19 @@ def pearl() -> Iterator[Check]:
     yield from overlap("pearl:size=4")
     yield from _sizes()
     yield from _post_verify()
+    yield from drafting_time("pearl:size=4", in_turn=0, beside=4)
+    yield from drafting_time("pearl:size=4,pre_verify=false", in_turn=4, beside=5)
+    yield from _tested_ahead()
     yield from rejection_checks("pearl")
+
+
+def _tested_ahead() -> Iterator[Check]:
+    """Every round tests the first draft that was made meanwhile, even if it verifies none."""
+    with scripted(TARGET, DRAFT) as llm:
+        recorded, trace = recorded_drafts(llm, "pearl:size=4", PROMPTS[0])
+    found = [count for count, _ in recorded]
+    expected = [len(one.tokens) + 1 for one in trace]
+    yield Check("drafts made ahead count as tested", found == expected and 1 in found, f"{found}")
 
 
 def _sizes() -> Iterator[Check]:

@@ -4,15 +4,30 @@ the prepared outcomes, and the drafts after a cache hit and after a miss."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.speculative.draft_chains import PROMPTS, overlap
+from anydecode.certification.oracles.speculative.draft_chains import (
+    PROMPTS,
+    TARGET,
+    drafting_time,
+    overlap,
+)
+from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.oracles.speculative.draft_trees import DRAFT as SHARP
 from anydecode.certification.oracles.speculative.draft_trees import draft_row
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
-from anydecode.certification.rounds import TracedRound, plain_token, rounds, scripted, wordy
+from anydecode.certification.rounds import (
+    TracedRound,
+    VirtualClock,
+    plain_token,
+    rounds,
+    scripted,
+    wordy,
+)
 from anydecode.decoders.speculative.saguaro import fan_out
+from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 
 
 @oracle_test("saguaro")
@@ -51,8 +66,26 @@ def saguaro() -> Iterator[Check]:
             f"{hits} hits, {misses} misses",
         )
     yield from overlap("saguaro:size=4,fan=3")
+    yield from drafting_time("saguaro:size=3,fan=2", in_turn=3, beside=4)
+    yield _in_company()
     yield from rejection_checks("saguaro")
     yield from rejection_checks("saguaro", fan=1, discount=0.2)
+
+
+def _in_company() -> Check:
+    """Where the shared budget has two drafts for a request, no more are made, so a draft model that
+    is always right takes as many passes as for drafts of two."""
+    num_passes = []
+    for key in ("saguaro:size=6", "saguaro:size=2"):
+        with scripted(TARGET, TARGET) as llm:
+            llm.resources = replace(llm.resources, draft_policy=ServerGoodput(max_drafts=2))
+            llm.cost_model = FixedCosts(lambda rows, context: 1.0, 1)
+            clock = VirtualClock(llm, target=4.0, draft=1.0)
+            rounds(llm, key, PROMPTS[0])
+            num_passes.append(sum(name == "draft" for name, _, _ in clock.passes))
+    return Check(
+        "no more is drafted than is verified", num_passes[0] == num_passes[1], f"{num_passes}"
+    )
 
 
 def _nearest(wanted: list[float], budget: int) -> list[int]:
