@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.api.request import Request
+from anydecode.server.run import ServerRun
 from anydecode.server.running import LiveServer
 from anydecode.server.settings import Settings
 
@@ -60,28 +63,35 @@ class Client:
         assert answer.status_code == 200, answer.text
         return list(events(answer.text.splitlines()))
 
-    def single_chunks(
-        self, llm: LLM, path: str, *, patience: float = 1.0, **fields: Any
-    ) -> list[dict[str, Any]]:
+    def single_chunks(self, llm: LLM, path: str, **fields: Any) -> list[dict[str, Any]]:
         """The chunks of a stream whose tokens arrive one by one: the target runs a pass only after
-        the tokens of the one before it have been read, or after `patience` seconds."""
+        the server has sent the tokens of the one before it."""
         runner = llm.engine.runners["target"]
-        run, may_run = runner.run, threading.Semaphore(1)
+        run, notify, wait = runner.run, Request.notify, ServerRun.wait_for_progress
+        all_sent = threading.Event()
+        all_sent.set()
 
-        def run_when_read(plan: Any) -> Any:
-            may_run.acquire(timeout=patience)  # not every pass gives an event
+        def run_when_sent(plan: Any) -> Any:
+            all_sent.wait(timeout=10)
             return run(plan)
 
-        runner.run = run_when_read  # type: ignore[method-assign]
-        found = []
-        try:
+        def notify_unsent(request: Request, callback: Callable[[], Any]) -> None:
+            def on_progress() -> None:
+                all_sent.clear()
+                callback()
+
+            notify(request, on_progress)
+
+        async def wait_for_progress(server_run: ServerRun) -> None:
+            all_sent.set()
+            await wait(server_run)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "run", run_when_sent)
+            patch.setattr(Request, "notify", notify_unsent)
+            patch.setattr(ServerRun, "wait_for_progress", wait_for_progress)
             with self.http.stream("POST", path, json=body(path, **fields, stream=True)) as answer:
-                for chunk in events(answer.iter_lines()):
-                    found.append(chunk)
-                    may_run.release()
-        finally:
-            runner.run = run  # type: ignore[method-assign]
-        return found
+                return list(events(answer.iter_lines()))
 
     def metrics(self) -> dict[str, float]:
         """The values of `/metrics` by name."""

@@ -120,7 +120,7 @@ def both(client: Client, llm: LLM, **fields: Any) -> dict[str, Any]:
     """The response, which is the same as a stream whose tokens arrive one by one."""
     whole = client.ask(RESPONSES, **GREEDY, **fields)
     Response.model_validate(whole)
-    events = client.single_chunks(llm, RESPONSES, patience=0.02, **GREEDY, **fields)
+    events = client.single_chunks(llm, RESPONSES, **GREEDY, **fields)
     streamed = final_response(events)
     assert plain(streamed) == plain(whole)
     for name in ("status", "incomplete_details", "tools", "text", "metadata"):
@@ -172,7 +172,7 @@ def test_reasoning_text_and_calls_are_items() -> None:
         assert response["tools"] == TOOLS and response["tool_choice"] == "auto"
         usage = response["usage"]
         assert usage["output_tokens_details"]["reasoning_tokens"] == len(f"<think>{THOUGHT}")
-        events = client.single_chunks(llm, RESPONSES, patience=0.02, **GREEDY, **fields)
+        events = client.single_chunks(llm, RESPONSES, **GREEDY, **fields)
         name = "response.function_call_arguments.delta"
         deltas = [event["delta"] for event in events if event["type"] == name]
         assert len(deltas) > 20 and max(map(len, deltas)) < 10
@@ -245,9 +245,7 @@ def test_logprobs_are_those_of_the_text() -> None:
         assert "".join(entry["token"] for entry in entries) == WORDS
         assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
         assert "ignored" not in response["anydecode"]
-        events = client.single_chunks(
-            llm, RESPONSES, patience=0.02, **GREEDY, **fields, max_output_tokens=400
-        )
+        events = client.single_chunks(llm, RESPONSES, **GREEDY, **fields, max_output_tokens=400)
         final = final_response(events)
         assert final["output"][1]["content"][0]["logprobs"] == entries
         deltas = [one["logprobs"] for one in events if one["type"].endswith("output_text.delta")]

@@ -278,7 +278,7 @@ FIELDS: dict[str, Any] = {"max_tokens": 600, "temperature": 0, "decoder": "autor
 
 def test_arguments_are_streamed_as_they_are_generated() -> None:
     with replaying_llm(TEXT) as llm, served(llm) as client:
-        chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered())
+        chunks = client.single_chunks(llm, CHAT, **FIELDS, tools=offered())
         content, calls, reason = joined(chunks)
         assert (content.strip(), reason) == ("Let me look.", "tool_calls")
         assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
@@ -313,7 +313,7 @@ def test_only_a_value_that_is_validated_is_held_back(format_name: str) -> None:
     call_format = TOOL_FORMATS[format_name]
     text = "Let me look.\n" + call_format.render(CALLS, SCHEMAS_OF_CALLS)
     with replaying_llm(text) as llm, served(llm, tool_parser=format_name) as client:
-        chunks = client.single_chunks(llm, CHAT, patience=0.02, **FIELDS, tools=offered(UNIQUE))
+        chunks = client.single_chunks(llm, CHAT, **FIELDS, tools=offered(UNIQUE))
         _, calls, _ = joined(chunks)
         assert [(call["name"], json.loads(call["arguments"])) for call in calls] == CALLS
         parts = argument_parts(chunks, 0)
@@ -342,7 +342,7 @@ def test_arguments_are_streamed_in_every_format(format_name: str) -> None:
     text = call_format.render(CALLS, SCHEMAS_OF_CALLS)
     with replaying_llm(text) as llm, served(llm, tool_parser=format_name) as client:
         fields = {**FIELDS, "max_tokens": 800, "tools": offered()}
-        chunks = client.single_chunks(llm, CHAT, patience=0.02, **fields)
+        chunks = client.single_chunks(llm, CHAT, **fields)
         content, calls, reason = joined(chunks)
         assert (content.strip(), reason) == ("", "tool_calls")
         found = [(call["name"], json.loads(call["arguments"])) for call in calls]

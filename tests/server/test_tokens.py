@@ -193,7 +193,7 @@ def test_the_log_probabilities_of_a_gap_are_those_of_a_chat() -> None:
         for entry, tops in zip(entries, direct["top_logprobs"], strict=False):
             assert len(entry["top_logprobs"]) == 2
             assert {one["logprob"] for one in entry["top_logprobs"]} <= {*tops.values()}
-        chunks = client.single_chunks(llm, FILL_IN, patience=0.02, **fields)
+        chunks = client.single_chunks(llm, FILL_IN, **fields)
         parts = [chunk["choices"][0]["logprobs"]["content"] for chunk in chunks]
         assert sum(parts, []) == entries and len(parts) > 2
         assert client.ask(FILL_IN, **{**fields, "logprobs": None})["choices"][0]["logprobs"] is None
