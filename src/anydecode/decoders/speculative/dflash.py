@@ -44,7 +44,8 @@ from anydecode.decoders.speculative.draft_model import LEARNED
             "drafts end where the estimated probability that they are accepted falls below 0.1,"
             " which is faster on processors (threshold=0: they do not)",
             "DSpark's confidences end drafts where their product along the path falls below that"
-            " threshold; its scheduler maximises the tokens of all requests of a batch",
+            " threshold, and are used as they are; the paper calibrates them by a temperature per"
+            " slot, and its scheduler maximises the tokens of all requests of a batch",
             "verified token-exactly, and above temperature 0 a slot's token is sampled with the"
             " noise that the target will use; with acceptance='rejection' slots have their most"
             " probable tokens, verified by the rule for chosen tokens, as DFlash's code does",

@@ -64,7 +64,7 @@ class EagleDrafter(TreeDrafter):
             "8 nodes in 4 levels of 4 by default (the papers: 60 nodes in 8 levels of 10), which"
             " is faster on processors",
             "drafters of the first paper draft such trees, too; with `fixed-tree` they draft a tree"
-            " of a fixed shape (the paper: one of 25 nodes, whose siblings are drawn)",
+            " of a fixed shape, and with `rsd` one of drawn siblings (the paper: both, 25 nodes)",
             LEARNED,
             "in 3 unrolled steps (EAGLE-3: 7), of which each counts 0.8 times the one before;"
             " --recipe eagle, which is unrolled as in HASS (arXiv:2408.15766), adds the distance to"
