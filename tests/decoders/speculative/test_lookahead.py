@@ -45,6 +45,19 @@ def test_certificate_rejects_levels_that_stay_in_place_while_the_window_fills(
     assert_rejected("lookahead")
 
 
+def test_certificate_rejects_a_window_that_forced_tokens_leave_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = lookahead._Session.observe
+
+    def observe(self: Any, round: Any) -> None:
+        if round.tree is self._drafted:
+            own(self, round)
+
+    monkeypatch.setattr(lookahead._Session, "observe", observe)
+    assert_rejected("lookahead")
+
+
 def test_certificate_rejects_columns_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead._Session, "_filler", lambda self, count: [97] * count)
     assert_rejected("lookahead")

@@ -7,6 +7,8 @@ iterations produce are stored. Those that start with the last token are drafted.
 
 from __future__ import annotations
 
+import numpy as np
+
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.bounded_table import BoundedTable
@@ -86,11 +88,21 @@ class _Session(TextDraftSession):
         return tree
 
     def observe(self, round: SpeculationRound) -> None:
-        """Read each column's next token from the rows of the last level: the columns give n-grams
-        for the pool, the tokens the window's new last level."""
-        if round.tree is not self._drafted:
+        """Take the next level from the scores of a round that has drafted the window, and move the
+        window with the text."""
+        if not self.levels:
             return
-        logits = round.scores.logits
+        shift = len(round.result.tokens)
+        if round.tree is self._drafted and self._advance(round.scores.logits):
+            shift -= 1  # replacing a level has moved the window by one token
+        width = self.drafter.window
+        filler = self._filler(width)
+        self.levels = [(level[shift:] + filler)[:width] for level in self.levels]
+
+    def _advance(self, logits: np.ndarray) -> bool:
+        """Append the tokens that the rows of the last level predict, in `logits` `[rows,
+        vocab_size]` of the whole tree. Of a full window the columns are stored as n-grams, and the
+        first level is dropped. Returns whether the window was full."""
         next_tokens = [int(logits[position + 1].argmax()) for position in self._positions[-1]]
         is_full = len(self.levels) == self.drafter.ngram - 1
         if is_full:
@@ -98,11 +110,7 @@ class _Session(TextDraftSession):
                 self._store([*(level[column] for level in self.levels), token])
             del self.levels[0]
         self.levels.append(next_tokens)
-        # Replacing a level already shifts the window by one token; the other tokens shift columns.
-        shift = len(round.result.tokens) - int(is_full)
-        filler = self._filler(self.drafter.window)
-        width = self.drafter.window
-        self.levels = [(level[shift:] + filler)[:width] for level in self.levels]
+        return is_full
 
     def _store(self, ngram: list[int]) -> None:
         self.pool[ngram[0]] = ngrams = self.pool.get(ngram[0], {})

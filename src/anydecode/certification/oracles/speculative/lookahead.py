@@ -4,9 +4,11 @@ from a replay of the two-dimensional window."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.rounds import TracedRound, accepted, rounds, scripted, wordy
+from anydecode.constraints.languages import Regex
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab", "h")
 
@@ -26,11 +28,21 @@ def lookahead() -> Iterator[Check]:
                 yield Check(f"{key}: {prompt!r} equals the replay", equal)
                 total += accepted(trace)
         yield Check(f"{key}: drafts are accepted", total > 0, f"{total}")
+    forced = "bad cab had"
+    with scripted(wordy()) as llm:
+        trace = rounds(llm, "lookahead", "h", constraint=Regex(f"[a-l]{{9}}{forced}[a-l]{{28}}"))
+    forced_drafts = [one.tokens == list(forced.encode()) for one in trace]
+    is_within = any(forced_drafts[2:-2])
+    equal = _replays(trace, 5, 4, 5, list(forced.encode()))
+    yield Check("the window moves with tokens that a constraint forces", equal and is_within)
 
 
-def _replays(trace: list[TracedRound], width: int, ngram: int, max_ngrams: int) -> bool:
+def _replays(
+    trace: list[TracedRound], width: int, ngram: int, max_ngrams: int, forced: Seq[int] = ()
+) -> bool:
     """Whether the rounds equal the replay, in which a level is the tokens that it predicts for
-    positions of the text; those of the r-th level, from 0, begin r positions behind it."""
+    positions of the text; those of the r-th level, from 0, begin r positions behind it. A round
+    that drafts just the tokens `forced` has no window."""
     logits = wordy()
     pool: list[tuple[int, ...]] = []
     levels: list[dict[int, int]] = [{}]
@@ -41,32 +53,28 @@ def _replays(trace: list[TracedRound], width: int, ngram: int, max_ngrams: int) 
         for row, level in enumerate(levels):
             known = [level[at] for at in range(end + row, end + row + width) if at in level]
             window.append([*known, *spare[: width - len(known)]])
-        guesses = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:max_ngrams]
-        guessed = {path[:n] for path in guesses for n in range(1, ngram)}
-        inputs = [
-            [
+        if one.tokens != forced:
+            guesses = [gram[1:] for gram in reversed(pool) if gram[0] == text[-1]][:max_ngrams]
+            guessed = {path[:n] for path in guesses for n in range(1, ngram)}
+            paths = [
                 (*window[0][: column + 1], *(level[column] for level in window[1 : row + 1]))
+                for row in range(len(window))
                 for column in range(width)
             ]
-            for row in range(len(window))
-        ]
-        paths = [path for row in inputs for path in row]
-        if set(one.paths) != guessed | set(paths) or one.paths[-len(paths) :] != paths:
-            return False
-        fresh = [int(logits((*text, *path)).argmax()) for path in inputs[-1]]
-        if len(levels) == ngram - 1:
-            for column, token in enumerate(fresh):
-                gram = (*(level[column] for level in window), token)
-                pool = [other for other in pool if other != gram]
-                same = [other for other in pool if other[0] == gram[0]]
-                if len(same) == max_ngrams:
-                    pool.remove(same[0])
-                pool.append(gram)
-        rows = [*window, fresh]
-        levels = [dict(enumerate(tokens, end + row)) for row, tokens in enumerate(rows)][
-            1 - ngram :
-        ]
-        spare = _spread(text, width)
+            if set(one.paths) != guessed | set(paths) or one.paths[-len(paths) :] != paths:
+                return False
+            fresh = [int(logits((*text, *path)).argmax()) for path in paths[-width:]]
+            if len(levels) == ngram - 1:
+                for gram in zip(*window, fresh, strict=True):
+                    pool = [other for other in pool if other != gram]
+                    same = [other for other in pool if other[0] == gram[0]]
+                    if len(same) == max_ngrams:
+                        pool.remove(same[0])
+                    pool.append(gram)
+            window.append(fresh)
+            spare = _spread(text, width)
+        levels = [dict(enumerate(row, end + number)) for number, row in enumerate(window)]
+        levels = levels[1 - ngram :]
     return True
 
 
