@@ -1,5 +1,5 @@
-"""Runs a method with each of its numbers at its bounds, in memory that is limited: `python
-tests/bounded_runs.py KEY`. Fails if a run ends otherwise than with a text or one line."""
+"""Runs methods with each of their numbers at its bounds, in memory that is limited: `python
+tests/bounded_runs.py KEY...`. Fails if a run ends otherwise than with a text or one line."""
 
 from __future__ import annotations
 
@@ -84,4 +84,5 @@ def _generate(key: str, name: str, value: float) -> None:
 
 
 if __name__ == "__main__":
-    run_at_bounds(sys.argv[1], extremes(sys.argv[1]))
+    for key in sys.argv[1:]:
+        run_at_bounds(key, extremes(key))

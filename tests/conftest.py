@@ -71,12 +71,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Leave modules and collected tests, a million objects that stay, out of garbage collection:
-    it would take a fifth of the time of collecting the tests, and later a second each time."""
+    it would take a fifth of the time of collecting the tests, and later a second each time. What
+    the tests make is looked at less often than by default."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
         gc.enable()
 
 

@@ -20,6 +20,9 @@ from bounded_runs import extremes, integers
 
 HUGE = (10**9, 10**18, 10**5000)
 KEYS = sorted(catalogue.entries())
+WITH_NUMBERS = [key for key in KEYS if extremes(key)]
+#: Methods that one process runs.
+BATCHES = [WITH_NUMBERS[start : start + 6] for start in range(0, len(WITH_NUMBERS), 6)]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -83,9 +86,9 @@ def test_bounds_that_a_card_declares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs the limits of Linux")
-@pytest.mark.parametrize("key", [key for key in KEYS if extremes(key)])
-def test_runs_at_the_bounds_take_limited_memory(key: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("bounded_runs.py")), key]
+@pytest.mark.parametrize("keys", BATCHES, ids=" ".join)
+def test_runs_at_the_bounds_take_limited_memory(keys: list[str]) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("bounded_runs.py")), *keys]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -68,16 +68,24 @@ def child(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
 def modules_imported(code: str) -> set[str]:
     """Top-level modules that are loaded after `code` has run in a fresh interpreter."""
     report = "import sys; print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
-    program = f"try:\n    {code}\nexcept SystemExit:\n    pass\n{report}"
+    program = f"{code}\n{report}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stderr.split())
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["bench"], ["certify"], ["cluster", "up"]])
-def test_help_imports_nothing_heavy(command: list[str]) -> None:
-    arguments = [*command, "--help"]
-    loaded = modules_imported(f"from anydecode.cli.main import run; run({arguments!r})")
+def test_help_imports_nothing_heavy() -> None:
+    commands = [[], ["generate"], ["bench"], ["certify"], ["cluster", "up"]]
+    loaded = modules_imported(
+        f"""
+from anydecode.cli.main import run
+for command in {commands}:
+    try:
+        run([*command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+"""
+    )
     assert "typer" in loaded
     assert not loaded & set(HEAVY)
 

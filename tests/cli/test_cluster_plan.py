@@ -30,6 +30,7 @@ def test_a_plan_names_the_best_placement_first(
 
         monkeypatch.setattr(module, name, measured)
 
+    monkeypatch.setattr(plan, "sleep", lambda seconds: None)
     once(plan, "measured")
     once(fleet_runs, "request_seconds")
     trace = tmp_path / "trace.jsonl"

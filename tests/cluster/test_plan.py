@@ -62,7 +62,8 @@ def test_the_lengths_of_a_trace_can_be_divided() -> None:
     assert found[0].goodput > 0
 
 
-def test_the_machine_of_an_engine() -> None:
+def test_the_machine_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "sleep", lambda seconds: None)
     with LLM("tiny-autoregressive", threads=1, cache_positions=2048) as llm:
         machine = measured(llm)
         spec, pool = llm.model.spec, llm.engine.runners["target"].pool

@@ -354,7 +354,7 @@ def test_streamed_calls_are_those_of_the_whole_answer(llm: LLM, format_name: str
     schema = object_schema(x=DIGIT, xs=SCHEMAS["uniqueItems"]["properties"]["xs"])
     options: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0}
     num_tries = 0
-    for seed in range(6):
+    for seed in range(3):
         constraint = tool_calls({"f": schema}, format_name, is_required=True, is_parallel=False)
         whole = llm.generate("to", constraint=constraint, seed=seed, **options)
         *parts, last = llm.stream("to", constraint=constraint, seed=seed, **options)
