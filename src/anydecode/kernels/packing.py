@@ -19,6 +19,8 @@ from anydecode.kernels.pages import map_anonymous
 
 #: Formats whose products read float32 rows; products of the others read rows quantised to int8.
 FLOAT_FORMATS = ("F32", "F16", "BF16", "PTQ161")
+#: Output columns that are stored together.
+GROUP = 16
 _CHUNK = 1 << 25
 _HUGE = 1 << 21  # bytes of a huge page
 
@@ -61,7 +63,7 @@ class Packer:
         check_weight(weight)
         code = FORMAT_CODES[weight.format]
         group_bytes = int(self._library.group_bytes(code, weight.in_features))
-        size = -(-weight.out_features // 8) * group_bytes
+        size = -(-weight.out_features // GROUP) * group_bytes
         data = np.ascontiguousarray(weight.data)
         points = grid_table(weight.format) if weight.format in GRID_FORMATS else None
         matrix = Matrix(

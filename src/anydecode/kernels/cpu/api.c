@@ -123,7 +123,7 @@ enum { REPACK_PARTS = 64 };
 static void repack_part(void *argument, int stage, int part, int thread) {
   (void)stage, (void)thread;
   const Repack *job = argument;
-  int groups = (job->to->out_features + 7) / 8;
+  int groups = column_groups(job->to);
   chosen->repack(job->to, job->from, job->row_bytes, first_part(groups, part, REPACK_PARTS),
                  first_part(groups, part + 1, REPACK_PARTS));
 }
@@ -141,7 +141,7 @@ EXPORT void anydecode_linear(const Matrix *w, const float *x, int n, const float
   chosen->linear(w, x, n, bias, out, scratch);
 }
 
-/* Bytes of eight packed columns. */
+/* Bytes of a group of packed columns. */
 EXPORT int64_t anydecode_group_bytes(int format, int in_features) {
   return packed_group_bytes(format, in_features);
 }

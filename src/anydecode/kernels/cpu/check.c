@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OUT = 11, IN = 256, ROWS = 5, GROUPS = 2 };
+enum { OUT = 27, IN = 256, ROWS = 5, GROUPS = 2 };
 
 static const int stored_row_bytes[NUM_FORMATS] = {
     [F32] = IN * 4, [F16] = IN * 2, [BF16] = IN * 2, [Q8_0] = 272, [Q4_0] = 144, [Q4_1] = 160,
@@ -32,7 +32,7 @@ static void fill(int format, uint8_t *stored, uint32_t *state) {
 }
 
 static int products_agree(int format, const Kernels *candidate, const Kernels *plain) {
-  static _Alignas(64) uint8_t stored[IN * 4 * OUT], packed[2][IN * 32 * GROUPS];
+  static _Alignas(64) uint8_t stored[IN * 4 * OUT], packed[2][IN * 4 * GROUP * GROUPS];
   static _Alignas(64) uint8_t scratch[ROWS * (IN / 32) * sizeof(Activations)];
   static _Alignas(64) float x[ROWS * IN], out[2][ROWS * OUT];
   static uint8_t grid[8 * 2048]; /* as many points as the largest one has */

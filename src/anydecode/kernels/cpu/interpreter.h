@@ -74,16 +74,16 @@ static void run_capture(const Step *s) {
   }
 }
 
-/* Part `part` of a product: a range of pairs of column groups. */
+/* Part `part` of a product: a range of groups of columns. */
 static void run_linear(const Step *s, int part) {
   const Matrix *w = s->op->matrix;
-  int each = 2 * pairs_per_part(w, s->n, s->plan->threads), groups = (w->out_features + 7) / 8;
+  int each = groups_per_part(w, s->n, s->plan->threads), groups = column_groups(w);
   int first = part * each, last = first + each < groups ? first + each : groups;
   linear_columns(w, buffer(s, s->op->a), row_units(w), s->n, s->op->weight,
                  buffer(s, s->op->out), w->out_features, first, last);
 }
 
-/* Part `part` of a grouped product: a range of pairs of column groups of one matrix. */
+/* Part `part` of a grouped product: a range of groups of columns of one matrix. */
 static void run_grouped_linear(const Step *s, int part) {
   int each = linear_parts(s->op->experts[0], s->n, s->plan->threads), i = part / each;
   const Matrix *w = s->op->experts[i];
@@ -310,8 +310,8 @@ static void prefetch(const Plan *plan, int number, int thread) {
         part -= parts;
         continue;
       }
-      int pairs = pairs_per_part(op->matrix, stage->rows, plan->threads);
-      const uint8_t *p = op->matrix->data + (int64_t)part * pairs * 2 * op->matrix->group_bytes;
+      int groups = groups_per_part(op->matrix, stage->rows, plan->threads);
+      const uint8_t *p = op->matrix->data + (int64_t)part * groups * op->matrix->group_bytes;
       for (int j = 0; j < 128; j++) __builtin_prefetch(p + 64 * j, 0, 2);
       return;
     }
@@ -329,8 +329,7 @@ static void linear(const Matrix *w, const float *x, int n, const float *bias, fl
       quantise_row(x + (int64_t)r * w->in_features, w->in_features, quantised + r * blocks);
     from = quantised;
   }
-  linear_columns(w, from, row_units(w), n, bias, out, w->out_features, 0,
-                 (w->out_features + 7) / 8);
+  linear_columns(w, from, row_units(w), n, bias, out, w->out_features, 0, column_groups(w));
 }
 
 #endif

@@ -8,6 +8,7 @@
 /* Attention sums each segment of this many positions separately and adds the segments in order. */
 enum { SEGMENT = 128 };
 enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 16 };
+enum { GROUP = 2 * LANES }; /* output columns of a matrix that are stored together */
 
 /* Inlining makes formats and tile sizes compile-time constants; plain C does not need that. */
 #ifdef ANYDECODE_SCALAR
@@ -48,8 +49,8 @@ enum { BUFFER_STREAM = -1, BUFFER_LOGITS = -2, BUFFER_NONE = -3 };
 
 enum Error { OK, ERROR_TOKEN, ERROR_SLOT, ERROR_TABLE, ERROR_ADAPTER, ERROR_MEMORY };
 
-/* A matrix packed in groups of eight output columns, one per lane. Its values are multiplied by
- * `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. `columns`: of PTQ161, the
+/* A matrix packed in groups of sixteen output columns, one per lane of a pair of vectors. Its values
+ * are multiplied by `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. `columns`: of PTQ161, the
  * order of its inputs, those with signs first, and then their scales in bfloat16; else NULL. */
 typedef struct {
   const uint8_t *data, *grid;
@@ -375,46 +376,49 @@ INLINE int is_five_bit(int format) { return format == Q5_0 || format == Q5_1 || 
 /* Bytes of the scales of a block or super-block: float16, but MXFP4 has exponents of one byte, and
  * NVFP4 numbers of one byte for each half. */
 INLINE int header_bytes(int format) {
-  if (format == MXFP4) return 8;
-  return has_min(format) ? 32 : 16;
+  if (format == MXFP4) return GROUP;
+  return (has_min(format) ? 4 : 2) * GROUP;
 }
 
-/* Bytes of one block of 32 inputs by 8 columns, without the header of a super-block. */
+/* Bytes of one block of 32 inputs by 16 columns, without the header of a super-block. */
 INLINE int block_bytes(int format) {
   switch (format) {
-    case Q4_0: return 144;
-    case Q4_1: return 160;
-    case Q5_0: return 176;
-    case Q5_1: return 192;
-    case Q8_0: return 272;
-    case Q2_K: return 80;
-    case Q3_K: return 112;
-    case IQ4_NL: return 144;
-    case IQ4_XS: return 136;
-    case MXFP4: return 136;
-    case NVFP4: return 144;
+    case Q4_0: return 288;
+    case Q4_1: return 320;
+    case Q5_0: return 352;
+    case Q5_1: return 384;
+    case Q8_0: return 544;
+    case Q2_K: return 160;
+    case Q3_K: return 224;
+    case IQ4_NL: return 288;
+    case IQ4_XS: return 272;
+    case MXFP4: return 272;
+    case NVFP4: return 288;
     case TQ1_0:
-    case TQ2_0: return 64;
-    case IQ1_S: return 48;
-    case IQ1_M: return 56;
-    case IQ2_XXS: return 72;
+    case TQ2_0: return 128;
+    case IQ1_S: return 96;
+    case IQ1_M: return 112;
+    case IQ2_XXS: return 144;
     case IQ2_XS:
-    case IQ2_S: return 80;
-    case IQ3_XXS: return 104;
-    case IQ3_S: return 136;
-    case Q4_K: return 144;
-    case Q5_K: return 176;
-    default: return 208;
+    case IQ2_S: return 160;
+    case IQ3_XXS: return 208;
+    case IQ3_S: return 272;
+    case Q4_K: return 288;
+    case Q5_K: return 352;
+    default: return 416;
   }
 }
 
 /* How many inputs of a matrix in PTQ161 have four bits: a fifth, rounded to nearest. */
 INLINE int ptq161_salient(int in_features) { return (in_features + 2) / 5; }
 
+/* Groups of a matrix; the last one may have fewer columns. */
+INLINE int column_groups(const Matrix *w) { return (w->out_features + GROUP - 1) / GROUP; }
+
 INLINE int64_t packed_group_bytes(int format, int in_features) {
-  if (format == PTQ161) return 64 + (int64_t)in_features + 3 * ptq161_salient(in_features);
-  if (format == F32) return (int64_t)in_features * 32;
-  if (is_float(format)) return (int64_t)in_features * 16;
+  if (format == PTQ161)
+    return 2 * (64 + (int64_t)in_features + 3 * ptq161_salient(in_features));
+  if (is_float(format)) return (int64_t)in_features * GROUP * (format == F32 ? 4 : 2);
   int64_t blocks = in_features / QUANT_BLOCK;
   int64_t bytes = blocks * block_bytes(format);
   return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;

@@ -14,18 +14,17 @@ enum { TILE_ROWS = 4 };
 #endif
 
 /* Integer sums of one block, or half a block, of a format with nibbles or two-bit codes, for `rows`
- * rows and two groups of columns. Two steps at a time, so that weights and sums of a whole tile stay
- * in registers. Partial sums are widened to int32 before they can overflow. */
-INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                        int b, int half, i8x2 *sum) {
+ * rows. Two steps at a time, so that weights and sums of a whole tile stay in registers. Partial sums
+ * of 16 bits are widened to int32 before they can overflow. */
+INLINE void nibble_sums(int format, int rows, const uint8_t *p, const Activations *const *a, int b,
+                        int half, i8x2 *sum) {
   i8x2 dot[TILE_ROWS];
   int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
   int is_large = has_halves(format) || is_five_bit(format) || has_table(format);
-  int span = format == Q6_K ? 1 : is_large ? 2 : 4;
+  int span = PARTIAL_BITS == 32 || !is_large ? 4 : format == Q6_K ? 1 : 2;
 #pragma GCC unroll 4
   for (int j = first; j < last; j++) {
-    int starts_span = j % span == 0, ends_span = (j + 1) % span == 0;
-    int has_sum = j - first >= span;
+    int starts_span = (j - first) % span == 0, ends_span = (j + 1) % span == 0 || j + 1 == last;
     int step[2] = {has_halves(format) ? 2 * j : j, has_halves(format) ? 2 * j + 1 : j + 4};
     b32x2 w[2];
 #pragma GCC unroll 2
@@ -39,15 +38,15 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *const *p, const Act
                                                 : add_partial_pair_dot(dot[r], w[t], x));
       }
       if (ends_span)
-        sum[r] = has_sum ? pin_pair(i8x2_add(sum[r], widen_partial_pair(dot[r])))
-                         : widen_partial_pair(dot[r]);
+        sum[r] = j - first >= span ? pin_pair(i8x2_add(sum[r], widen_partial_pair(dot[r])))
+                                   : widen_partial_pair(dot[r]);
     }
   }
 }
 
 /* The same of a format whose codes are bytes, or select them. */
-INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activations *const *a,
-                      int b, i8x2 *sum) {
+INLINE void byte_sums(int format, int rows, const uint8_t *p, const Activations *const *a, int b,
+                      i8x2 *sum) {
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     b32x2 codes = format == Q8_0 ? load_codes(format, p, 0, i) : unpack_step(format, p, i);
@@ -61,14 +60,14 @@ INLINE void byte_sums(int format, int rows, const uint8_t *const *p, const Activ
   }
 }
 
-INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
+INLINE void grid_sums(int format, int rows, const uint8_t *p, const uint8_t *grid,
                       const Activations *const *a, int b, int half, i8x2 *sum) {
   int first = has_halves(format) ? 2 * half : 0, last = has_halves(format) ? first + 2 : 4;
 #pragma GCC unroll 4
   for (int t = first; t < last; t++) {
     b32 both[2][2];
 #pragma GCC unroll 2
-    for (int g = 0; g < 2; g++) unpack_points(format, p[g], grid, t, both[g]);
+    for (int g = 0; g < 2; g++) unpack_points(format, p, grid, t, LANES * g, both[g]);
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
       byte_pair w = byte_pair_weights(b32x2_join(both[0][i], both[1][i]));
@@ -84,90 +83,72 @@ INLINE void grid_sums(int format, int rows, const uint8_t *const *p, const uint8
 }
 
 /* Add one block, or half a block, to the totals of a tile. */
-INLINE void add_blocks(int format, int rows, const uint8_t *const *p, const uint8_t *grid,
-                       const Activations *const *a, int b, int half, const f8 *super,
-                       const f8 *super_min, f8x2 *total) {
-  f8 scale[2], min[2];
+INLINE void add_blocks(int format, int rows, const uint8_t *p, const uint8_t *grid,
+                       const Activations *const *a, int b, int half, f8x2 super, f8x2 super_min,
+                       f8x2 *total) {
+  f8x2 scale, min;
   i8x2 sum[TILE_ROWS];
   if (has_grid(format)) grid_sums(format, rows, p, grid, a, b, half, sum);
   else if (has_bytes(format)) byte_sums(format, rows, p, a, b, sum);
   else nibble_sums(format, rows, p, a, b, half, sum);
-#pragma GCC unroll 2
-  for (int g = 0; g < 2; g++)
-    load_scales(format, p[g], half, super[g], super_min[g], &scale[g], &min[g]);
-  f8x2 scales = f8x2_join(scale[0], scale[1]), mins = f8x2_join(min[0], min[1]);
+  load_scales(format, p, half, super, super_min, &scale, &min);
 #pragma GCC unroll 8
   for (int r = 0; r < rows; r++)
-    total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scales, mins);
+    total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scale, min);
 }
 
-/* Two groups of columns at a time, so that each broadcast of activations serves both. `next`:
- * weights to prefetch meanwhile, or NULL; the processor's own prefetcher follows the reads. */
-INLINE void quant_tile(int format, int rows, const uint8_t *const *groups, const uint8_t *grid,
-                       int blocks, const Activations *const *rows_of, const uint8_t *next,
-                       f8x2 *total) {
-  const uint8_t *p[2] = {groups[0], groups[1]};
+/* `next`: weights to prefetch meanwhile, or NULL. One or two rows read weights so fast that the
+ * processor's own prefetcher, which follows the misses of a sequential read, is faster. */
+INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *grid, int blocks,
+                       const Activations *const *rows_of, const uint8_t *next, f8x2 *total) {
   const Activations *a[TILE_ROWS];
-  f8 super[2], super_min[2];
+  f8x2 super = f8x2_set(0.0f), super_min = super;
   for (int r = 0; r < rows; r++) a[r] = rows_of[r];
-  for (int g = 0; g < 2; g++) super[g] = super_min[g] = f8_set(0.0f);
   for (int r = 0; r < rows; r++) total[r] = f8x2_set(0.0f);
   for (int b = 0; b < blocks; b++) {
     if (is_super(format) && b % 8 == 0) {
-#pragma GCC unroll 2
-      for (int g = 0; g < 2; g++) {
-        super[g] = f8_load_f16((const uint16_t *)p[g]);
-        if (has_grid(format)) super[g] = f8_mul(super[g], f8_set(grid_unit(format)));
-        if (has_min(format)) super_min[g] = f8_load_f16((const uint16_t *)p[g] + 8);
-        p[g] += header_bytes(format);
-      }
+      super = f8x2_load_f16((const uint16_t *)p);
+      if (has_grid(format)) super = f8x2_mul(super, f8x2_set(grid_unit(format)));
+      if (has_min(format)) super_min = f8x2_load_f16((const uint16_t *)p + GROUP);
+      p += header_bytes(format);
     }
     add_blocks(format, rows, p, grid, a, b, 0, super, super_min, total);
     if (has_halves(format)) add_blocks(format, rows, p, grid, a, b, 1, super, super_min, total);
-    p[0] += block_bytes(format);
-    p[1] += block_bytes(format);
-    if (next) {
+    p += block_bytes(format);
+    if (rows > 2 && next) {
 #pragma GCC unroll 9
-      for (int o = 0; o < 2 * block_bytes(format); o += 64) __builtin_prefetch(next + o, 0, 2);
-      next += 2 * block_bytes(format);
+      for (int o = 0; o < block_bytes(format); o += 64) __builtin_prefetch(next + o, 0, 2);
+      next += block_bytes(format);
     }
   }
 }
 
 enum { FLOAT_ROWS = 4 };
 
-INLINE f8 load_weights(int format, const uint8_t *p, int64_t k) {
-  if (format == F32) return f8_load((const float *)p + 8 * k);
-  const uint16_t *half = (const uint16_t *)p + 8 * k;
-  return format == F16 ? f8_load_f16(half) : f8_load_bf16(half);
+INLINE f8x2 load_weights(int format, const uint8_t *p, int64_t k) {
+  if (format == F32) return f8x2_load((const float *)p + GROUP * k);
+  const uint16_t *half = (const uint16_t *)p + GROUP * k;
+  return format == F16 ? f8x2_load_f16(half) : f8x2_load_bf16(half);
 }
 
-INLINE void float_tile(int format, int rows, int groups, const uint8_t *p, int64_t group_bytes,
-                       int width, const float *const *x, f8 *total) {
-  for (int i = 0; i < rows * groups; i++) total[i] = f8_set(0.0f);
-  for (int k = 0; k < width; k++) {
-    f8 w[4];
+INLINE void float_tile(int format, int rows, const Matrix *w, const uint8_t *p,
+                       const float *const *x, f8x2 *total) {
+  if (format == PTQ161) {
+    const uint8_t *const parts[2] = {p, p + w->group_bytes / 2};
+    ptq161_tile(rows, w, parts, x, total);
+    return;
+  }
+  for (int r = 0; r < rows; r++) total[r] = f8x2_set(0.0f);
+  for (int k = 0; k < w->in_features; k++) {
+    f8x2 weights = load_weights(format, p, k);
 #pragma GCC unroll 4
-    for (int g = 0; g < groups; g++) w[g] = load_weights(format, p + g * group_bytes, k);
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++) {
-      f8 one = f8_set(x[r][k]);
-#pragma GCC unroll 4
-      for (int g = 0; g < groups; g++)
-        total[r * groups + g] = f8_fma(w[g], one, total[r * groups + g]);
-    }
+    for (int r = 0; r < rows; r++) total[r] = f8x2_fma(weights, f8x2_set(x[r][k]), total[r]);
   }
 }
 
-INLINE void row_tile(int format, int rows, int groups, const Matrix *w, const uint8_t *p,
-                     const float *const *x, f8 *total) {
-  if (format == PTQ161) ptq161_tile(rows, groups, w, p, x, total);
-  else float_tile(format, rows, groups, p, w->group_bytes, w->in_features, x, total);
-}
-
-/* Scale, add the bias and write the columns of `group` that exist. */
-INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias, float *out) {
-  int column = group * LANES, left = w->out_features - column;
+/* Scale, add the bias and write the columns [column, column + 8) that exist. */
+INLINE void write_columns(const Matrix *w, int column, f8 total, const float *bias, float *out) {
+  int left = w->out_features - column;
   total = f8_mul(total, f8_set(w->scale));
   if (left >= LANES) {
     if (bias) total = f8_add(total, f8_load(bias + column));
@@ -179,6 +160,11 @@ INLINE void write_group(const Matrix *w, int group, f8 total, const float *bias,
   for (int i = 0; i < left; i++) out[column + i] = bias ? lanes[i] + bias[column + i] : lanes[i];
 }
 
+INLINE void write_group(const Matrix *w, int group, f8x2 total, const float *bias, float *out) {
+  for (int i = 0; i < 2; i++)
+    write_columns(w, GROUP * group + LANES * i, f8x2_part(total, i), bias, out);
+}
+
 /* How many rows the next tile has. */
 INLINE int tile_rows(int left) {
   if (left >= TILE_ROWS) return TILE_ROWS;
@@ -188,17 +174,14 @@ INLINE int tile_rows(int left) {
 INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int64_t x_stride,
                           int n, const float *bias, float *out, int64_t stride, int first,
                           int last) {
-  int blocks = w->in_features / QUANT_BLOCK, groups = (w->out_features + 7) / 8;
-  for (int g = first; g < last; g += 2) {
-    const uint8_t *p[2];
-    int pair = g + 1 < last;
-    p[0] = w->data + g * w->group_bytes;
-    p[1] = pair ? p[0] + w->group_bytes : p[0];
+  int blocks = w->in_features / QUANT_BLOCK, groups = column_groups(w);
+  for (int g = first; g < last; g++) {
+    const uint8_t *p = w->data + g * w->group_bytes;
     for (int r = 0, rows; r < n; r += rows) {
       const Activations *a[TILE_ROWS];
       f8x2 total[TILE_ROWS];
       rows = tile_rows(n - r);
-      const uint8_t *next = r || g + 2 >= groups ? NULL : p[0] + 2 * w->group_bytes;
+      const uint8_t *next = r || g + 1 >= groups ? NULL : p + w->group_bytes;
       for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
       switch (rows) {
         case 1: quant_tile(format, 1, p, w->grid, blocks, a, next, total); break;
@@ -208,40 +191,29 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
         default: /* used only where TILE_ROWS is larger */
           if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, w->grid, blocks, a, next, total);
       }
-      for (int i = 0; i < rows; i++) {
-        write_group(w, g, f8x2_part(total[i], 0), bias, out + (r + i) * stride);
-        if (pair) write_group(w, g + 1, f8x2_part(total[i], 1), bias, out + (r + i) * stride);
-      }
+      for (int i = 0; i < rows; i++) write_group(w, g, total[i], bias, out + (r + i) * stride);
     }
-  }
-}
-
-INLINE void float_groups(int format, int groups, const Matrix *w, const float *x,
-                         int64_t x_stride, int n, const float *bias, float *out, int64_t stride,
-                         int g) {
-  const uint8_t *p = w->data + g * w->group_bytes;
-  for (int r = 0; r < n; r += FLOAT_ROWS) {
-    const float *a[FLOAT_ROWS];
-    f8 total[FLOAT_ROWS * 2];
-    int rows = n - r < FLOAT_ROWS ? n - r : FLOAT_ROWS;
-    for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
-    switch (rows) {
-      case 1: row_tile(format, 1, groups, w, p, a, total); break;
-      case 2: row_tile(format, 2, groups, w, p, a, total); break;
-      case 3: row_tile(format, 3, groups, w, p, a, total); break;
-      default: row_tile(format, 4, groups, w, p, a, total); break;
-    }
-    for (int i = 0; i < rows; i++)
-      for (int j = 0; j < groups; j++)
-        write_group(w, g + j, total[i * groups + j], bias, out + (r + i) * stride);
   }
 }
 
 INLINE void float_columns(int format, const Matrix *w, const float *x, int64_t x_stride, int n,
                           const float *bias, float *out, int64_t stride, int first, int last) {
-  int g = first;
-  for (; g + 2 <= last; g += 2) float_groups(format, 2, w, x, x_stride, n, bias, out, stride, g);
-  if (g < last) float_groups(format, 1, w, x, x_stride, n, bias, out, stride, g);
+  for (int g = first; g < last; g++) {
+    const uint8_t *p = w->data + g * w->group_bytes;
+    for (int r = 0; r < n; r += FLOAT_ROWS) {
+      const float *a[FLOAT_ROWS];
+      f8x2 total[FLOAT_ROWS];
+      int rows = n - r < FLOAT_ROWS ? n - r : FLOAT_ROWS;
+      for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
+      switch (rows) {
+        case 1: float_tile(format, 1, w, p, a, total); break;
+        case 2: float_tile(format, 2, w, p, a, total); break;
+        case 3: float_tile(format, 3, w, p, a, total); break;
+        default: float_tile(format, FLOAT_ROWS, w, p, a, total); break;
+      }
+      for (int i = 0; i < rows; i++) write_group(w, g, total[i], bias, out + (r + i) * stride);
+    }
+  }
 }
 
 #define COLUMNS(kind, format, type)                                                            \
@@ -290,13 +262,11 @@ static const Columns columns_of[NUM_FORMATS] = {
     [IQ3_XXS] = columns_IQ3_XXS, [IQ3_S] = columns_IQ3_S,
     [PTQ161] = columns_PTQ161};
 
-/* The range of column groups of share `thread` of `threads`: whole pairs, except for the last
- * group. */
+/* The range of column groups of share `thread` of `threads`. */
 static void split_groups(const Matrix *w, int thread, int threads, int *first, int *last) {
-  int64_t groups = (w->out_features + 7) / 8, pairs = (groups + 1) / 2;
-  *first = (int)(pairs * thread / threads * 2);
-  *last = (int)(pairs * (thread + 1) / threads * 2);
-  if (*last > groups) *last = (int)groups;
+  int64_t groups = column_groups(w);
+  *first = (int)(groups * thread / threads);
+  *last = (int)(groups * (thread + 1) / threads);
 }
 
 /* Bytes of a unit of a row that a product reads: a float, or `Activations` for block formats. */
@@ -309,15 +279,15 @@ INLINE int64_t row_units(const Matrix *w) {
   return reads_floats(w->format) ? w->in_features : w->in_features / QUANT_BLOCK;
 }
 
-/* Columns [8 * first, 8 * last) of x @ w.T + bias. x: rows that are `x_stride` units apart. They are
- * processed in chunks that fit the first-level cache. */
+/* The columns of the groups [first, last) of x @ w.T + bias. x: rows that are `x_stride` units apart.
+ * They are processed in chunks that fit the first-level cache. */
 static void linear_columns(const Matrix *w, const void *x, int64_t x_stride, int n,
                            const float *bias, float *out, int64_t stride, int first, int last) {
   int64_t row_bytes = row_units(w) * unit_bytes(w), x_bytes = x_stride * unit_bytes(w);
   int chunk = (int)(20000 / row_bytes) / TILE_ROWS * TILE_ROWS;
   if (chunk < 2 * TILE_ROWS) chunk = 2 * TILE_ROWS;
-  int span = (int)(200000 / w->group_bytes) / 2 * 2;
-  if (span < 2 || n <= chunk) span = n <= chunk ? last - first : 2;
+  int span = (int)(200000 / w->group_bytes);
+  if (span < 1 || n <= chunk) span = n <= chunk ? last - first : 1;
   for (int g = first; g < last; g += span)
     for (int r = 0; r < n; r += chunk) {
       int rows = n - r < chunk ? n - r : chunk, end = g + span < last ? g + span : last;

@@ -10,21 +10,19 @@ INLINE int is_row_op(int code) {
          code != OP_GROUPED_LINEAR && code != OP_INDEX;
 }
 
-INLINE int column_pairs(const Matrix *w) { return (w->out_features + 2 * LANES - 1) / (2 * LANES); }
-
-/* Pairs of column groups in one part of a product: enough work that claiming it takes
+/* Groups of columns in one part of a product: enough work that claiming it takes
  * little beside it. With many rows a part has more columns, so that the rows are read fewer
  * times. */
-INLINE int pairs_per_part(const Matrix *w, int rows, int threads) {
-  int64_t each = 12000 / (2 * w->group_bytes), pairs = column_pairs(w);
+INLINE int groups_per_part(const Matrix *w, int rows, int threads) {
+  int64_t each = 12000 / w->group_bytes, groups = column_groups(w);
   int64_t max_parts = rows > 16 ? 4 : 64; /* per thread */
-  if (each < pairs / (max_parts * threads)) each = pairs / (max_parts * threads);
+  if (each < groups / (max_parts * threads)) each = groups / (max_parts * threads);
   return each < 1 ? 1 : (int)each;
 }
 
 INLINE int linear_parts(const Matrix *w, int rows, int threads) {
-  int each = pairs_per_part(w, rows, threads);
-  return (column_pairs(w) + each - 1) / each;
+  int each = groups_per_part(w, rows, threads);
+  return (column_groups(w) + each - 1) / each;
 }
 
 /* Parts of a grouped product: those of each matrix. */

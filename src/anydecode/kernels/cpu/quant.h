@@ -1,23 +1,24 @@
 /* Block formats in their packed order, and the int8 activations they are multiplied with.
  *
- * Eight output columns (the lanes) are stored together. A block of 32 inputs is eight steps of 32
- * bytes; byte 4 * c + j of step i belongs to column c and input k = 4 * i + j. Four-bit codes have
- * two steps per vector: step i in the low nibbles, step i + 4 in the high ones.
+ * Sixteen output columns are stored together: a lane each of a pair of vectors. A product reads all
+ * parts in the order in which they lie in memory, which the processor's prefetcher can follow. A
+ * block of 32 inputs is eight steps of 64 bytes; byte 4 * c + j of step i belongs to column c and input k = 4 * i + j. Four-bit codes have
+ * two steps per pair of vectors: step i in the low nibbles, step i + 4 in the high ones. With n = 16:
  *
- *   Q4_0  d[8]        q[128]          Q5_0  d[8]       q[128] h[32]      Q8_0  d[8]  q[256]
- *   Q4_1  d[8] m[8]   q[128]          Q5_1  d[8] m[8]  q[128] h[32]
- *   Q4_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128]
- *   Q5_K  d[8] m[8], then 8 times  sc[8] mn[8] q[128] h[32]
- *   Q6_K  d[8],      then 8 times  sc[2][8]    q[128] h[64]
- *   Q2_K  d[8] m[8], then 8 times  sm[2][8]    q[64]
- *   Q3_K  d[8],      then 8 times  sc[2][8]    q[64]  h[32]
- *   IQ4_NL  d[8]     q[128]           IQ4_XS, IQ3_S  d[8], then 8 times  sc[8] q[128]
- *   MXFP4   e[8]     q[128]           NVFP4   s[2][8]  q[128]
- *   TQ1_0, TQ2_0  d[8], then 8 times  q[64]
+ *   Q4_0  d[n]        q[256]          Q5_0  d[n]       h[64] q[256]      Q8_0  d[n]  q[512]
+ *   Q4_1  d[n] m[n]   q[256]          Q5_1  d[n] m[n]  h[64] q[256]
+ *   Q4_K  d[n] m[n], then 8 times  sc[n] mn[n] q[256]
+ *   Q5_K  d[n] m[n], then 8 times  sc[n] mn[n] h[64] q[256]
+ *   Q6_K  d[n],      then 8 times  sc[2][n]    h[128] q[256]
+ *   Q2_K  d[n] m[n], then 8 times  sm[2][n]    q[128]
+ *   Q3_K  d[n],      then 8 times  sc[2][n]    h[64]  q[128]
+ *   IQ4_NL  d[n]     q[256]           IQ4_XS, IQ3_S  d[n], then 8 times  sc[n] q[256]
+ *   MXFP4   e[n]     q[256]           NVFP4   s[2][n]  q[256]
+ *   TQ1_0, TQ2_0  d[n], then 8 times  q[128]
  *
- * d and m are float16. Bit i of h[32] is the highest bit of step i; bits 2i and 2i + 1 of h[64] are
- * the two upper bits of step i and, in the second vector, of step i + 4. Two-bit codes have four
- * steps per vector. sm holds a scale in its low nibble and a minimum in its high one; e is the
+ * d and m are float16. Bit i of h[64] is the highest bit of step i; bits 2i and 2i + 1 of h[128] are
+ * the two upper bits of step i and, in the second pair of vectors, of step i + 4. Two-bit codes have
+ * four steps per pair. sm holds a scale in its low nibble and a minimum in its high one; e is the
  * biased exponent of the scale, s a scale of 4 exponent and 3 mantissa bits (E4M3). Q8_0 codes are
  * offset by 128. */
 #ifndef ANYDECODE_QUANT_H
@@ -30,8 +31,14 @@
 /* Bytes of a block's scales, after which its codes start. */
 INLINE int scales_bytes(int format) {
   if (is_ternary(format)) return 0;
-  if (has_byte_scale(format)) return 8;
-  return is_super(format) ? 16 : header_bytes(format);
+  if (has_byte_scale(format)) return GROUP;
+  return is_super(format) ? 2 * GROUP : header_bytes(format);
+}
+
+/* Bytes of the upper bits of a block's codes, which lie before the lower ones. */
+INLINE int upper_bytes(int format) {
+  if (format == Q6_K) return 128;
+  return is_five_bit(format) || format == Q3_K ? 64 : 0;
 }
 
 /* What a code, or the value in a table that it selects, is larger than the number that it stands
@@ -82,53 +89,51 @@ INLINE b32x2 moved_bits(b32x2 x, int from, int count, int to) {
   }
 }
 
-/* Vector `i` of the codes of a block in each of two groups, from byte `from` of the codes on. */
-INLINE b32x2 load_codes(int format, const uint8_t *const *block, int from, int i) {
-  int at = scales_bytes(format) + from + 32 * i;
-  return b32x2_load(block[0] + at, block[1] + at);
+/* Pair `i` of the vectors of a block's codes, from byte `from` of the codes on. */
+INLINE b32x2 load_codes(int format, const uint8_t *block, int from, int i) {
+  return b32x2_load(block + scales_bytes(format) + from + 64 * i);
 }
 
-/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table, in
- * each of two groups. */
-INLINE b32x2 unpack_step(int format, const uint8_t *const *block, int i) {
+/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table. */
+INLINE b32x2 unpack_step(int format, const uint8_t *block, int i) {
   if (is_two_bit(format)) {
-    b32x2 w = moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 0);
+    b32x2 w = moved_bits(load_codes(format, block, upper_bytes(format), i / 4), i % 4 * 2, 2, 0);
     if (format != Q3_K) return w;
-    return b32x2_or(w, moved_bits(load_codes(format, block, 64, 0), i, 1, 2));
+    return b32x2_or(w, moved_bits(load_codes(format, block, 0, 0), i, 1, 2));
   }
-  b32x2 both = load_codes(format, block, 0, i % 4);
+  b32x2 both = load_codes(format, block, upper_bytes(format), i % 4);
   b32x2 w = b32x2_and(i < 4 ? both : b32x2_right(both, 4), 15);
-  if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 128, 0), i, 1, 4));
+  if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 0, 0), i, 1, 4));
   if (format == Q6_K)
-    w = b32x2_or(w, moved_bits(load_codes(format, block, 128, i / 4), i % 4 * 2, 2, 4));
+    w = b32x2_or(w, moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 4));
   return has_table(format) ? b32x2_lookup(code_values(format), w) : w;
 }
 
-/* Scales and minima of a block, or half a block, for eight columns. */
-INLINE void load_scales(int format, const uint8_t *block, int half, f8 super, f8 super_min,
-                        f8 *scale, f8 *min) {
-  *min = f8_set(0.0f);
+/* Scales and minima of a block, or half a block. */
+INLINE void load_scales(int format, const uint8_t *block, int half, f8x2 super, f8x2 super_min,
+                        f8x2 *scale, f8x2 *min) {
+  *min = f8x2_set(0.0f);
   if (has_grid(format)) {
     *scale = load_grid_scales(format, block, half, super);
   } else if (format == Q2_K) {
-    f8 both = f8_load_u8(block + 8 * half);
-    f8 high = f8_round(f8_mul(f8_sub(both, f8_set(7.5f)), f8_set(0.0625f))); /* both / 16 */
-    *scale = f8_mul(super, f8_sub(both, f8_mul(high, f8_set(16.0f))));
-    *min = f8_mul(super_min, high);
+    f8x2 low, high;
+    split_nibbles(f8x2_load_u8(block + GROUP * half), &low, &high);
+    *scale = f8x2_mul(super, low);
+    *min = f8x2_mul(super_min, high);
   } else if (format == NVFP4) {
-    *scale = f8_load_e4m3(block + 8 * half);
+    *scale = f8x2_load_e4m3(block + GROUP * half);
   } else if (is_ternary(format)) {
     *scale = super;
   } else if (has_halves(format) || has_byte_scale(format)) {
-    *scale = f8_mul(super, f8_load_s8(block + 8 * half));
+    *scale = f8x2_mul(super, f8x2_load_s8(block + GROUP * half));
   } else if (is_super(format)) {
-    *scale = f8_mul(super, f8_load_u8(block));
-    *min = f8_mul(super_min, f8_load_u8(block + 8));
+    *scale = f8x2_mul(super, f8x2_load_u8(block));
+    *min = f8x2_mul(super_min, f8x2_load_u8(block + GROUP));
   } else if (format == MXFP4) {
-    *scale = f8_load_e8m0(block);
+    *scale = f8x2_load_e8m0(block);
   } else {
-    *scale = f8_load_f16((const uint16_t *)block);
-    if (has_min(format)) *min = f8_load_f16((const uint16_t *)block + 8);
+    *scale = f8x2_load_f16((const uint16_t *)block);
+    if (has_min(format)) *min = f8x2_load_f16((const uint16_t *)block + GROUP);
   }
 }
 

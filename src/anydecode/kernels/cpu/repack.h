@@ -1,4 +1,4 @@
-/* Packs GGUF's rows of blocks, or rows of plain numbers, into groups of eight columns (see
+/* Packs GGUF's rows of blocks, or rows of plain numbers, into groups of sixteen columns (see
  * quant.h). */
 #ifndef ANYDECODE_REPACK_H
 #define ANYDECODE_REPACK_H
@@ -176,40 +176,40 @@ INLINE uint32_t join_bits(const uint32_t *words, int count, int from, uint32_t m
 }
 
 /* Write the codes of one column into a packed block. */
-INLINE void write_column(int format, const Block *from, int c, uint8_t *q) {
+INLINE void write_column(int format, const Block *from, int c, uint8_t *codes) {
+  uint8_t *upper = codes + 4 * c, *q = upper + upper_bytes(format);
   uint32_t step[8], word;
   memcpy(step, from->q, QUANT_BLOCK);
-  q += 4 * c;
   if (format == Q8_0) {
-    for (int i = 0; i < 8; i++) memcpy(q + 32 * i, step + i, 4);
+    for (int i = 0; i < 8; i++) memcpy(q + 64 * i, step + i, 4);
     return;
   }
   if (is_two_bit(format)) {
     for (int i = 0; i < 2; i++) {
       word = join_bits(step + 4 * i, 4, 0, 0x03030303, 2);
-      memcpy(q + 32 * i, &word, 4);
+      memcpy(q + 64 * i, &word, 4);
     }
     word = join_bits(step, 8, 2, 0x01010101, 1);
-    if (format == Q3_K) memcpy(q + 64, &word, 4);
+    if (format == Q3_K) memcpy(upper, &word, 4);
     return;
   }
   for (int i = 0; i < 4; i++) {
     word = (step[i] & 0x0f0f0f0f) | (step[i + 4] & 0x0f0f0f0f) << 4;
-    memcpy(q + 32 * i, &word, 4);
+    memcpy(q + 64 * i, &word, 4);
   }
   for (int i = 0; i < 2 && format == Q6_K; i++) {
     word = join_bits(step + 4 * i, 4, 4, 0x03030303, 2);
-    memcpy(q + 128 + 32 * i, &word, 4);
+    memcpy(upper + 64 * i, &word, 4);
   }
 }
 
 INLINE void write_scales(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
   if (format == MXFP4 || format == NVFP4) header[c] = from->first;
   else memcpy(header + 2 * c, &from->d, 2);
-  if (format == NVFP4) header[8 + c] = from->second;
-  if (has_min(format)) memcpy(header + 16 + 2 * c, &from->m, 2);
-  if (is_super(format) && scales_bytes(format) >= 8) block[c] = from->first;
-  if (is_super(format) && scales_bytes(format) == 16) block[8 + c] = from->second;
+  if (format == NVFP4) header[GROUP + c] = from->second;
+  if (has_min(format)) memcpy(header + 2 * (GROUP + c), &from->m, 2);
+  if (is_super(format) && scales_bytes(format) >= GROUP) block[c] = from->first;
+  if (is_super(format) && scales_bytes(format) == 2 * GROUP) block[GROUP + c] = from->second;
 }
 
 INLINE void write_block(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
@@ -228,7 +228,7 @@ INLINE void write_k4(int format, const uint8_t *row, int b, int c, uint8_t *head
                      uint8_t *block) {
   const uint8_t *p = row + (int64_t)(b / 8) * stored_bytes(format);
   const uint8_t *q = p + (format == Q5_K ? 48 : 16) + 32 * (b % 8 / 2);
-  uint8_t *to = block + scales_bytes(format) + 4 * c;
+  uint8_t *upper = block + scales_bytes(format) + 4 * c, *to = upper + upper_bytes(format);
   int shift = b % 2 * 4;
   Block scales;
   memcpy(&scales.d, p, 2);
@@ -240,13 +240,13 @@ INLINE void write_k4(int format, const uint8_t *row, int b, int c, uint8_t *head
     memcpy(&low, q + 4 * i, 4);
     memcpy(&high, q + 16 + 4 * i, 4);
     low = (low >> shift & 0x0f0f0f0f) | (high >> shift & 0x0f0f0f0f) << 4;
-    memcpy(to + 32 * i, &low, 4);
+    memcpy(to + 64 * i, &low, 4);
   }
   if (format != Q5_K) return;
   uint32_t step[8];
   memcpy(step, p + 16, QUANT_BLOCK);
   step[0] = join_bits(step, 8, b % 8, 0x01010101, 1);
-  memcpy(to + 128, step, 4);
+  memcpy(upper, step, 4);
 }
 
 /* Pack block b of one column, of a format with `has_words`. */
@@ -270,20 +270,21 @@ INLINE void write_words(int format, const uint8_t *row, int b, int c, uint8_t *h
     q += 4;
   }
   write_scales(format, &scales, c, header, block);
-  uint8_t *to = block + scales_bytes(format) + 4 * c;
-  for (int i = 0; i < 4; i++) memcpy(to + 32 * i, q + 4 * i, 4);
+  uint8_t *upper = block + scales_bytes(format) + 4 * c, *to = upper + upper_bytes(format);
+  for (int i = 0; i < 4; i++) memcpy(to + 64 * i, q + 4 * i, 4);
   if (!is_five_bit(format)) return;
   /* Four bits at a time become the lowest bits of four bytes. */
   for (int i = 0; i < 8; i++)
     spread |= ((high >> (4 * i) & 15) * 0x204081u & 0x01010101u) << i;
-  memcpy(to + 128, &spread, 4);
+  memcpy(upper, &spread, 4);
 }
 
 INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int64_t row_bytes,
                           int group) {
   int blocks = to->in_features / QUANT_BLOCK;
   uint8_t *p = (uint8_t *)to->data + group * to->group_bytes, *header = p;
-  memset(p, 0, to->group_bytes);
+  int is_full = (group + 1) * GROUP <= to->out_features;
+  if (!is_full || has_grid(format)) memset(p, 0, to->group_bytes); /* else all bytes are written */
   for (int b = 0; b < blocks; b++) {
     if (is_super(format) && b % 8 == 0) {
       header = p;
@@ -291,8 +292,8 @@ INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int
     } else if (!is_super(format)) {
       header = p;
     }
-    for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
-      const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
+    for (int c = 0; c < GROUP && group * GROUP + c < to->out_features; c++) {
+      const uint8_t *row = from + (int64_t)(group * GROUP + c) * row_bytes;
       if (has_words(format)) {
         write_words(format, row, b, c, header, p);
       } else if (format == Q4_K || format == Q5_K) {
@@ -314,10 +315,10 @@ INLINE void repack_numbers(int size, const Matrix *to, const uint8_t *from, int6
                            int group) {
   uint8_t *p = (uint8_t *)to->data + group * to->group_bytes;
   memset(p, 0, to->group_bytes);
-  for (int c = 0; c < LANES && group * LANES + c < to->out_features; c++) {
-    const uint8_t *row = from + (int64_t)(group * LANES + c) * row_bytes;
+  for (int c = 0; c < GROUP && group * GROUP + c < to->out_features; c++) {
+    const uint8_t *row = from + (int64_t)(group * GROUP + c) * row_bytes;
     for (int64_t k = 0; k < to->in_features; k++)
-      memcpy(p + (8 * k + c) * size, row + k * size, size);
+      memcpy(p + (GROUP * k + c) * size, row + k * size, size);
   }
 }
 
@@ -374,17 +375,18 @@ static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int
 }
 
 /* The number that the code of column c at input k stands for, before scale and minimum. */
-static int code_at(int format, const uint8_t *q, int c, int k) {
+static int code_at(int format, const uint8_t *codes, int c, int k) {
   int i = k / 4, offset = 4 * c + k % 4;
-  if (format == Q8_0) return q[32 * i + offset] - code_offset(format);
+  const uint8_t *q = codes + upper_bytes(format);
+  if (format == Q8_0) return q[64 * i + offset] - code_offset(format);
   if (is_two_bit(format)) {
-    int code = q[32 * (i / 4) + offset] >> (i % 4 * 2) & 3;
-    if (format == Q3_K) code |= (q[64 + offset] >> i & 1) << 2;
+    int code = q[64 * (i / 4) + offset] >> (i % 4 * 2) & 3;
+    if (format == Q3_K) code |= (codes[offset] >> i & 1) << 2;
     return code - code_offset(format);
   }
-  int value = i < 4 ? q[32 * i + offset] & 15 : q[32 * (i - 4) + offset] >> 4;
-  if (is_five_bit(format)) value |= ((q[128 + offset] >> i) & 1) << 4;
-  if (format == Q6_K) value |= ((q[128 + 32 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
+  int value = i < 4 ? q[64 * i + offset] & 15 : q[64 * (i - 4) + offset] >> 4;
+  if (is_five_bit(format)) value |= ((codes[offset] >> i) & 1) << 4;
+  if (format == Q6_K) value |= ((codes[64 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
   if (has_table(format)) value = code_values(format)[value];
   return value - code_offset(format);
 }
@@ -394,7 +396,7 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
   uint16_t d = 0, m = 0;
   float scale[2], min[2] = {0.0f, 0.0f};
   for (int half = 0; half < 2; half++) {
-    uint8_t one = block[8 * half * has_halves(format) + c];
+    uint8_t one = block[GROUP * half * has_halves(format) + c];
     if (format == Q2_K) {
       scale[half] = super * (float)(one & 15);
       min[half] = -(super_min * (float)(one >> 4));
@@ -406,12 +408,12 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
       scale[half] = super * (float)(int8_t)one;
     } else if (is_super(format)) {
       scale[half] = super * (float)one;
-      min[half] = -(super_min * (float)block[8 + c]);
+      min[half] = -(super_min * (float)block[GROUP + c]);
     } else if (format == MXFP4) {
       scale[half] = ldexpf(1.0f, one - 128);
     } else {
       memcpy(&d, block + 2 * c, 2);
-      if (has_min(format)) memcpy(&m, block + 16 + 2 * c, 2);
+      if (has_min(format)) memcpy(&m, block + 2 * (GROUP + c), 2);
       scale[half] = f16_to_float(d);
       min[half] = f16_to_float(m);
     }
@@ -427,13 +429,13 @@ static void unpack_row(const Matrix *w, int row, float *out) {
     unpack_ptq161(w, row, out);
     return;
   }
-  int c = row % LANES;
-  const uint8_t *p = w->data + row / LANES * w->group_bytes;
+  int c = row % GROUP;
+  const uint8_t *p = w->data + row / GROUP * w->group_bytes;
   if (is_float(w->format)) {
     for (int64_t k = 0; k < w->in_features; k++) {
-      const uint16_t *half = (const uint16_t *)p + 8 * k + c;
+      const uint16_t *half = (const uint16_t *)p + GROUP * k + c;
       float one;
-      if (w->format == F32) one = ((const float *)p)[8 * k + c];
+      if (w->format == F32) one = ((const float *)p)[GROUP * k + c];
       else one = w->format == F16 ? f16_to_float(*half) : bf16_to_float(*half);
       out[k] = w->scale * one;
     }
@@ -444,7 +446,7 @@ static void unpack_row(const Matrix *w, int row, float *out) {
     if (is_super(w->format) && b % 8 == 0) {
       uint16_t d, m = 0;
       memcpy(&d, p + 2 * c, 2);
-      if (has_min(w->format)) memcpy(&m, p + 16 + 2 * c, 2);
+      if (has_min(w->format)) memcpy(&m, p + 2 * (GROUP + c), 2);
       super = f16_to_float(d);
       if (has_grid(w->format)) super *= grid_unit(w->format);
       super_min = f16_to_float(m);

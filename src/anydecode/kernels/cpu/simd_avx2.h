@@ -213,7 +213,12 @@ INLINE quad quad_load(const int8_t *a) {
   return _mm256_set1_epi32(four);
 }
 
-/* AVX-512 multiplies pairs of vectors instead: simd_pairs.h. */
+/* Bits of the partial sums of products. AVX-512 multiplies pairs of vectors instead: simd_pairs.h. */
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+enum { PARTIAL_BITS = 32 };
+#else
+enum { PARTIAL_BITS = 16 };
+#endif
 #if defined(__AVXVNNI__)
 #define DOT(acc, w, a) _mm256_dpbusd_avx_epi32(acc, w, a)
 typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */

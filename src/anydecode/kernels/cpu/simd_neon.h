@@ -221,6 +221,7 @@ INLINE quad quad_load(const int8_t *a) {
   memcpy(&four, a, 4);
   return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
+enum { PARTIAL_BITS = 32 };
 typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
 INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
   return I8(dot_quad(sum.a, w.a, a), dot_quad(sum.b, w.b, a));

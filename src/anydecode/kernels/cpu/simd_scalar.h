@@ -131,6 +131,7 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *low, 
 
 typedef const int8_t *quad;
 INLINE quad quad_load(const int8_t *a) { return a; }
+enum { PARTIAL_BITS = 32 };
 typedef i8 partial_sums; /* lane c: sum of w[4c..4c+3] * a[0..3] */
 INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
   for (int i = 0; i < 32; i++) sum.v[i / 4] += (int32_t)w.v[i] * a[i % 4];
