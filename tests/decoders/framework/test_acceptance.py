@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from anydecode.certification.chi_square import PROMPT, small_llm
+from anydecode.certification.chi_square import PROMPT, TARGET_SCRIPT, small_llm
+from anydecode.certification.oracles.speculative.acceptance_outcomes import TableTrees
+from anydecode.certification.rounds import rounds
 from anydecode.decoders.framework.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
+from anydecode.decoders.framework.speculation import Speculative
 from anydecode.errors import InvalidRequestError
 
 
@@ -18,6 +22,27 @@ def test_every_rule_returns_log_probabilities() -> None:
             answer = llm.generate(PROMPT, decoder=decoder, **options)
             assert len(answer.logprobs) == 30
             assert None not in answer.logprobs
+
+
+def test_the_longest_path_is_kept_and_of_equal_ones_the_most_probable() -> None:
+    """Not the first one that was drafted."""
+    decoder = Speculative(TableTrees("point"), 6, TypicalAcceptance())
+    with small_llm() as llm:
+        trace = rounds(llm, decoder, PROMPT, 80, temperature=0.8)
+    num_others, lengths = 0, set()
+    for one in trace:
+        accepted = {(): 1.0}
+        for path in one.paths:
+            p = np.exp(TARGET_SCRIPT((*one.text, *path[:-1])).astype(float) / 0.8)
+            p /= p.sum()
+            bound = min(0.09, 0.3 * float(np.exp((p * np.log(p)).sum())))
+            if path[:-1] in accepted and p[path[-1]] > bound:
+                accepted[path] = accepted[path[:-1]] * float(p[path[-1]])
+        best = max(accepted, key=lambda path: (len(path), accepted[path]))
+        assert tuple(one.tokens[node] for node in one.accepted) == best
+        num_others += best != max(accepted, key=len)
+        lengths.add(len(best))
+    assert num_others > 3 and lengths == {0, 1, 2}
 
 
 def test_invalid_parameters_have_one_line_errors() -> None:

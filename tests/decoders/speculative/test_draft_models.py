@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
-from anydecode.certification.rounds import blurred, scripted, wordy
+from anydecode.certification.rounds import blurred, rounds, scripted, wordy
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.speculative.draft_model import truncate_to_prefix
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
@@ -47,6 +47,16 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
         drafted = llm.generate(prompts, decoder=key, **options)
         assert [answer.tokens for answer in drafted] == plain
         llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("key", ["speculative-sampling", "s2d:confidence=1", "rapid"])
+def test_drafts_count_for_the_penalties_of_those_after_them(key: str) -> None:
+    """A target that drafts for itself accepts all of its drafts."""
+    options = {"temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.5}
+    with scripted(TARGET, TARGET) as llm:
+        trace = rounds(llm, key, "abcabcabd", 40, **options)
+    assert len(trace) > 3
+    assert all(len(one.accepted) == len(one.tokens) > 1 for one in trace[:-1])
 
 
 def test_rows_are_fitted_to_the_target_vocabulary() -> None:

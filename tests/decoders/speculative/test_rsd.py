@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.decoders.speculative import rsd
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
@@ -33,3 +34,14 @@ def test_certificate_rejects_beams_that_are_not_conditioned_on_their_parents(
 ) -> None:
     monkeypatch.setattr(rsd, "condition_on_parent", lambda parent, keys: keys)
     assert_rejected("rsd")
+
+
+@pytest.mark.parametrize("kind", ["iid", "point"])
+@pytest.mark.parametrize("branching", ["", "3-2-1"])
+def test_siblings_that_are_tested_by_another_rule_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, kind: str, branching: str
+) -> None:
+    drafter = rsd.ConstantBranching if branching else rsd.StochasticBeam
+    monkeypatch.setattr(drafter, "kind", kind)
+    *_, last = rejection_checks("rsd", samples=20, kind="wor", branching=branching)
+    assert not last.passed

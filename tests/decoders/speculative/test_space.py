@@ -13,6 +13,10 @@ from anydecode import Regex
 from anydecode.api.llm import LLM
 from anydecode.certification.oracles.speculative import mask_groups as scripts
 from anydecode.certification.oracles.speculative import space as oracle
+from anydecode.certification.oracles.speculative.rejection_rules import (
+    rejection_checks,
+    small_masked_llm,
+)
 from anydecode.certification.rounds import rounds, scripted
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import SpeculationRound, Speculative
@@ -101,6 +105,12 @@ def test_certificate_rejects_best_candidates_compared_as_drawn(monkeypatch: Patc
     monkeypatch.setattr(space, "draft_candidates", partial(space.draft_candidates, has_noise=False))
     failed = [one.name for one in oracle.space() if not one.passed]
     assert "space: with the rejection rule samples follow the target" in failed
+
+
+def test_samples_that_are_tested_as_chosen_tokens_are_noticed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(space, "TokenTree", lambda **_: TokenTree(kind="point"))
+    *_, last = rejection_checks("space", small_masked_llm, samples=20, kind="iid")
+    assert not last.passed
 
 
 @pytest.mark.parametrize("rule", ["typical", "top-m"])

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.decoders.speculative import stand
 from anydecode.decoders.speculative.stand import NgramProbabilities
+from anydecode.decoders.speculative.static_trees import TreeShape
+from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 
 
@@ -47,3 +50,16 @@ def test_certificate_rejects_rows_without_an_average(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(NgramProbabilities, "update", latest)
     assert_rejected("stand")
+
+
+def test_siblings_that_are_tested_by_another_rule_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fill = TreeShape.fill
+
+    def independent(self: TreeShape, candidates: Any, size: int, kind: str) -> TokenTree:
+        return fill(self, candidates, size, kind="iid")
+
+    monkeypatch.setattr(TreeShape, "fill", independent)
+    *_, last = rejection_checks("stand", prompt=REPEATING, samples=20, kind="wor")
+    assert not last.passed

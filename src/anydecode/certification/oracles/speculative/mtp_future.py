@@ -112,7 +112,7 @@ def mtp_future() -> Iterator[Check]:
             yield Check(f"{about}: trees equal the oracle's", equal)
             count = accepted(found)
             yield Check(f"{about}: drafts are accepted", count > 5, str(count))
-    yield from rejection_checks("mtp-future", small_future_model, script=small_script())
+    yield from rejection_checks("mtp-future", small_future_model, script=small_script(), kind="iid")
 
 
 def small_script() -> Callable[[tuple[int, ...]], np.ndarray]:

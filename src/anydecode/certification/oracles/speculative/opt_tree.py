@@ -34,7 +34,7 @@ def opt_tree() -> Iterator[Check]:
         yield from compare_trees(
             key, partial(best, size=size, delta=delta), ordered=False, temperatures=(0.0, 0.8, 0.1)
         )
-    yield from rejection_checks("opt-tree")
+    yield from rejection_checks("opt-tree", kind="point")
 
 
 def _likeliest(

@@ -66,7 +66,7 @@ def ppd() -> Iterator[Check]:
             (f"ppd:size=14,prompts={file}", measured, 14),
         ):
             yield from _trees(key.replace(str(file), "FILE"), key, accuracies, size)
-    yield from rejection_checks("ppd", small_masked_llm)
+    yield from rejection_checks("ppd", small_masked_llm, kind="point")
 
 
 def _trees(about: str, key: str, accuracies: np.ndarray, size: int) -> Iterator[Check]:

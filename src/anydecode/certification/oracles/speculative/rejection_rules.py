@@ -37,16 +37,20 @@ TEMPERATURE, SAMPLES = 0.8, 600
 
 
 class CountingRejection(RejectionSampling):
-    """The rule, with the numbers of drafts tested and accepted."""
+    """The rule, with the numbers of drafts tested and accepted, and the kinds of siblings that were
+    drawn from a distribution."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_drafts = self.num_accepted = 0
+        self.kinds: set[str] = set()
 
     def step(
         self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
     ) -> tuple[int | None, int]:
         child, token = super().step(tree, scores, node, children)
+        if children and node in tree.probabilities:
+            self.kinds.add(tree.kind)
         self.num_drafts += len(children)
         self.num_accepted += child is not None
         return child, token
@@ -102,11 +106,13 @@ def rejection_checks(
     prompt: Seq[int] = PROMPT,
     samples: int = SAMPLES,
     script: Script = TARGET_SCRIPT,
+    kind: str | None = None,
     **parameters: Any,
 ) -> Iterator[Check]:
     """Checks that the samples of `key` under its published rejection rule follow the target's
     distribution, while some drafts are accepted and some are not. `script` has the logits of the
-    target of `open_llm`."""
+    target of `open_llm`; `kind` is that of its trees (see `TokenTree`): a wrong one changes too
+    little for so few samples."""
     rule, options = CountingRejection(), {"temperature": TEMPERATURE}
     with open_llm() as llm:
         decoder = catalogue.build(key, acceptance=rule, **parameters)
@@ -120,3 +126,7 @@ def rejection_checks(
         0 < rule.num_accepted < rule.num_drafts,
         f"{rule.num_accepted} of {rule.num_drafts}",
     )
+    if kind is not None:
+        name = f"{key}: siblings are tested by the rule for {kind!r}"
+        expected_kinds = set[str]() if kind == "point" else {kind}
+        yield Check(name, rule.kinds == expected_kinds, ", ".join(sorted(rule.kinds)))

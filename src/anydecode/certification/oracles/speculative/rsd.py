@@ -65,5 +65,5 @@ def rsd() -> Iterator[Check]:
     yield from compare_trees("rsd", partial(beams, width=3, depth=4))
     yield from compare_trees("rsd:width=4,depth=3", partial(beams, width=4, depth=3))
     yield from compare_trees("rsd:branching=3-2-1", branching)
-    yield from rejection_checks("rsd")
-    yield from rejection_checks("rsd", branching="3-2-1")
+    yield from rejection_checks("rsd", kind="wor")
+    yield from rejection_checks("rsd", kind="wor", branching="3-2-1")

@@ -26,7 +26,7 @@ def space() -> Iterator[Check]:
             yield Check(f"{about}: trees equal the oracle's", equal)
             count = sum(map(accepted, found))
             yield Check(f"{about}: drafts are accepted", count > 10, str(count))
-    yield from rejection_checks("space", small_masked_llm)
+    yield from rejection_checks("space", small_masked_llm, kind="iid")
 
 
 def _follows(trace: list[TracedRound], masks: int, temperature: float) -> bool:

@@ -45,7 +45,7 @@ def stand() -> Iterator[Check]:
             name = f"{key} at T={temperature}"
             yield Check(f"{name} equals the oracle", wrong == 0, f"{len(trace)} rounds")
             yield Check(f"{name}: drafts are accepted", accepted(trace) > 0)
-    yield from rejection_checks("stand", prompt=REPEATING)
+    yield from rejection_checks("stand", prompt=REPEATING, kind="wor")
 
 
 def _stand_mistakes(
