@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from gguf_models import CLASSES
 from parity_cases import first_cases, parity_module
+from plain_families import FAMILIES as PLAIN
 from remote_encoders import REMOTE
 
 #: What has no classes in `transformers`: what the logits are compared with, by model type.
@@ -21,6 +22,7 @@ OTHER_REFERENCES = {
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
     "nanbeige": "Llama of `transformers`, 3 settings",
+    **dict.fromkeys(PLAIN, "a forward pass in numpy, 1 setting"),
     "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
     "blockffn": "an implementation of the paper",
     "phi4flash": "an implementation of the paper",
@@ -119,6 +121,8 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "muse_glimmer_text", "muse-glimmer", True
     for _ in parity_module("families/test_nanbeige").CASES:
         yield "nanbeige", "nanbeige", True
+    for name in PLAIN:
+        yield name, name, True
     yield "bitnet", "bitnet-b1.58", False
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False

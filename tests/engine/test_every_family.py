@@ -23,6 +23,7 @@ from nanbeige_models import nanbeige_checkpoint
 from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
+from plain_families import FAMILIES, checkpoint
 from rwkv_models import rwkv_checkpoint
 from tiny_models import hf_model, own_model
 
@@ -36,6 +37,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "baichuan": baichuan_checkpoint,
     "openelm": openelm_checkpoint,
     "nanbeige": nanbeige_checkpoint,
+    **{name: functools.partial(checkpoint, name) for name in FAMILIES},
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }

@@ -30,7 +30,7 @@ REFUSED = {
     "FalconH1", "FalconMamba", "Gemma3n", "Gemma4", "GPTJ", "GPTNeoX", "Jamba", "KimiLinear",
     "Lfm2", "Lfm2Moe", "Lfm3", "LongcatFlash", "Mamba", "Mamba2", "MiniMax", "nanbeige",
     "nemotron-nas", "NemotronH", "OlmoHybrid", "Phi", "phi4flash", "Qwen3_5", "Qwen3_5Moe",
-    "Qwen3Next", "RecurrentGemma", "rwkv7", "Zamba2",
+    "Qwen3Next", "RecurrentGemma", "rwkv7", "smallthinker", "Zamba2",
 }  # fmt: skip
 
 

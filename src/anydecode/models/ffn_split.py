@@ -55,7 +55,8 @@ def check_split(spec: ModelSpec, name: str) -> None:
     states = spec.num_streams > 1 or spec.memory_size or spec.per_layer_size
     for layer in spec.layers:
         is_plain = layer.attention is not None and layer.recurrence is None
-        if not is_plain or layer.mlp == "none" or layer.is_parallel or layer.ends_loop or states:
+        reads_more = layer.is_parallel or layer.routes_inputs or layer.ends_loop
+        if not is_plain or layer.mlp == "none" or reads_more or states:
             raise UnsupportedCombinationError(
                 f"{name} has layers that are not attention with an FFN behind it, which cannot be"
                 " split"

@@ -708,7 +708,7 @@ class Network:
                 norm, bias = weights.second_norm, weights.second_norm_bias
                 state = self._norm(backend, backend.add(x, state), norm, bias)
         if weights.mlp is not None:
-            y = self._mlp_block(backend, x if spec.is_parallel else state, index)
+            y = self._mlp_block(backend, x if spec.is_parallel else state, index, x)
             state = backend.add(state, y)
             if is_normed:
                 norm, bias = weights.mlp_post_norm, weights.mlp_post_norm_bias
@@ -807,12 +807,12 @@ class Network:
                     "layers whose sublayers run side by side or norm their sums are not skipped in"
                     " part"
                 )
-            x = self._inputs(backend, x, index)
+            x = inputs = self._inputs(backend, x, index)
             if not skips_mixer:
                 mixed = self._mixer_block(backend, x, index)
                 x = x if mixed is None else backend.add(x, mixed)
             if not skips_mlp and self.weights.layers[index].mlp is not None:
-                x = backend.add(x, self._mlp_block(backend, x, index))
+                x = backend.add(x, self._mlp_block(backend, x, index, inputs))
             return x
 
         return layer
@@ -918,8 +918,9 @@ class Network:
             y = self._post_norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
 
-    def _mlp_block(self, backend: Backend, x: Any, index: int) -> Any:
-        """The MLP sublayer of a layer without its residual connection, norms included."""
+    def _mlp_block(self, backend: Backend, x: Any, index: int, inputs: Any = None) -> Any:
+        """The MLP sublayer of a layer without its residual connection, norms included; `inputs` are
+        those of the layer."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         y = x
         if spec.norms in ("pre", "both"):
@@ -943,7 +944,7 @@ class Network:
             y = backend.rms_norm(y, weights.mlp_inner_norm, self.spec.norm_eps)
             y = weights.mlp.down.apply(backend, y)
         else:
-            y = _mlp(backend, y, spec, weights.mlp)
+            y = _mlp(backend, y, spec, weights.mlp, inputs if spec.routes_inputs else None)
         if convolution is not None:
             y = convolution.of_outputs(backend, y, kernels)
         if weights.mlp_factors is not None:
@@ -1309,13 +1310,16 @@ def _recurrence(
     return backend.recurrence(None, (keys, queries, steps), index, shape, vectors)
 
 
-def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp) -> Any:
+def _mlp(
+    backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp, router_inputs: Any | None = None
+) -> Any:
+    """The output of an MLP for x; the router of experts reads `router_inputs`, or x too."""
     if isinstance(mlp, PlainMlp):
         assert isinstance(spec.activation, str), "checked by `ModelSpec`"
         return _plain_mlp(backend, x, mlp, spec.activation)
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
-        router = mlp.router.apply(backend, x)
+        router = mlp.router.apply(backend, x if router_inputs is None else router_inputs)
         if spec.routing.scoring == "given":
             router = backend.activate(router, "relu")
         if mlp.router_norm is not None:

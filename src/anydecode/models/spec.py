@@ -228,6 +228,8 @@ class LayerSpec:
             another.
         num_experts: The number of experts; 0 for a dense MLP.
         routing: How a token's experts are chosen; None for a dense MLP.
+        routes_inputs: Whether the router reads the inputs of the layer, without a norm
+            (SmallThinker), and not those of the experts.
         has_sinks: Whether each head has an attention sink (gpt-oss).
         query_rope: The rotary position embedding of queries, if it is another than that of keys
             (Ministral 3), which may have none (Llama 4).
@@ -293,6 +295,7 @@ class LayerSpec:
     shared_activation: Activation | None = None
     num_experts: int = 0
     routing: Routing | None = None
+    routes_inputs: bool = False
     has_sinks: bool = False
     query_rope: Rope | None = None
     norm_after_rope: bool = False

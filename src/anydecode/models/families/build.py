@@ -465,6 +465,11 @@ class _LayerReader:
             layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
             if self._spec.cache_layer is None:
                 layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
+            order = self._spec.query_order()
+            if per_head and order is not None:
+                layer.query_norm = layer.query_norm[order[: shape.head_dim]]
+                if layer.key_norm is not None:
+                    layer.key_norm = layer.key_norm[order[: shape.head_dim]]
             if self._reader.has(f"{self._full('self_attn.q_norm')}.bias"):
                 layer.query_norm_bias = self._head_bias("self_attn.q_norm", layer.query_norm)
                 layer.key_norm_bias = self._head_bias("self_attn.k_norm", layer.key_norm)

@@ -651,6 +651,7 @@ def _layers(
                 shared_activation=_shared_activation(own, activation) if is_moe else None,
                 num_experts=_all_experts(config, family) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
+                routes_inputs=is_moe and family.moe is not None and family.moe.routes_inputs,
                 has_sinks=family.has_sinks and bool_value(own, "has_sinks", True),
                 query_rope=query_ropes[rope] if has_rope[layer] else temperature,
                 norm_after_rope=family.norm_after_rope,

@@ -27,14 +27,19 @@ _ROUTERS = (
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
     "block_sparse_moe.router.layer",
+    "block_sparse_moe.primary_router",
     "feed_forward.gate",
     "feed_forward.router",
     "router.proj",
     "mixer.gate",
     "moe.gate",
 )
-#: The names of an expert's matrices: those of most families, and Mixtral's.
-_NAMES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+#: The names of an expert's matrices: those of most families, Mixtral's and SmallThinker's.
+_NAMES = {
+    "gate": ("gate_proj", "w1", "gate"),
+    "up": ("up_proj", "w3", "up"),
+    "down": ("down_proj", "w2", "down"),
+}
 
 
 def read_experts(

@@ -34,6 +34,7 @@ class MixtureOfExperts:
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        routes_inputs: See `LayerSpec.routes_inputs`.
         is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
             `Routing.block_experts`.
         is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
@@ -56,6 +57,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    routes_inputs: bool = False
     is_per_block: bool = False
     is_blocks: bool = False
     identity_experts: str | None = None

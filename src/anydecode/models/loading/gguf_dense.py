@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.values import rotary_share
 from anydecode.models.limits import MAX_EXPERTS, MAX_LAYERS, refusal
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
@@ -127,6 +128,29 @@ def muse_glimmer(keys: Keys, config: dict[str, Any]) -> None:
     factor = _constant(keys, [f"blk.{i}.attn_k_norm.weight" for i in layers])
     if factor != 1.0:
         raise refusal(f"{keys.file.path}: {name}", factor, "1")
+
+
+def jais(keys: Keys, config: dict[str, Any]) -> None:
+    """Jais: the factors of embeddings and logits are in their matrices."""
+    config["alibi_bias_max"] = keys.number("attention.max_alibi_bias", 8.0)
+    config["attention_bias"] = config["mlp_bias"] = config["scale_qk_dot_by_d"] = True
+
+
+def spark(keys: Keys, config: dict[str, Any]) -> None:
+    """Spark 2.5: layers of both kinds have a rotary embedding of their own."""
+    windows(keys, config)
+    config["hidden_act"] = "gelu"
+    dim, theta = config["head_dim"], config["rope_theta"]
+    full = keys.count("rope.dimension_count", dim)
+    parts = {"full_attention": (full, theta)}
+    parts["sliding_attention"] = (
+        keys.count("rope.dimension_count_swa", full),
+        keys.number("rope.freq_base_swa", theta),
+    )
+    config["rope_parameters"] = {
+        kind: {"rope_theta": base, "partial_rotary_factor": rotary_share(size, dim)}
+        for kind, (size, base) in parts.items()
+    }
 
 
 def _constant(keys: Keys, names: list[str]) -> float:

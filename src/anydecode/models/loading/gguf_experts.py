@@ -315,6 +315,33 @@ def cohere2_moe(keys: Keys, config: dict[str, Any]) -> None:
     _derive(config)
 
 
+def smallthinker(keys: Keys, config: dict[str, Any]) -> None:
+    """SmallThinker. With windows, the first of every four layers has none, and no positions."""
+    experts(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    is_softmax = keys.get("expert_gating_func", _SOFTMAX) == _SOFTMAX
+    config["moe_primary_router_apply_softmax"] = is_softmax
+    has_windows = keys.get("attention.sliding_window", 0) != 0
+    if has_windows:
+        config["sliding_window"] = keys.count("attention.sliding_window")
+    layers = range(config["num_hidden_layers"])
+    config["sliding_window_layout"] = [int(has_windows and i % 4 != 0) for i in layers]
+    config["rope_layout"] = [int(not has_windows or i % 4 != 0) for i in layers]
+
+
+def maple(keys: Keys, config: dict[str, Any]) -> None:
+    """Maple: one limit for all layers."""
+    experts(keys, config)
+    windows(keys, config)
+    partial_rotary(keys, config)
+    config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
+    config["rope_theta"] = keys.number("rope.freq_base_swa", config["rope_theta"])
+    config["nope_on_global_attention"] = True
+    limits = keys.get("swiglu_clamp_exp")
+    limit = limits[0] if isinstance(limits, list) and len(set(limits)) == 1 else limits
+    config["swiglu_limit"] = number(keys.name("swiglu_clamp_exp"), limit)
+
+
 def minimax_m3(keys: Keys, config: dict[str, Any]) -> None:
     """MiniMax-M3."""
     _require_sigmoid(keys)

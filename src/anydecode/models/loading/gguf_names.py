@@ -189,6 +189,8 @@ OVERRIDES = {
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
+    "jais": {"attn_qkv": "self_attn.qkv_proj"},
+    "spark2_5": {"attn_qkv": "self_attn.qkv_proj", "attn_gate": "self_attn.gate_proj"},
     "qwen": {"attn_qkv": "self_attn.qkv_proj"},
     "openelm": {"attn_qkv": "self_attn.qkv_proj"},
     "dbrx": {
@@ -303,7 +305,7 @@ OVERRIDES = {
     },
     "minicpm3": _LATENT,
     "hy_v3": _shared("shared_experts"),
-    **dict.fromkeys(("mellum", "mimo2"), {"ffn_gate_inp": "mlp.gate"}),
+    **dict.fromkeys(("mellum", "mimo2", "smallthinker", "maple"), {"ffn_gate_inp": "mlp.gate"}),
     "kimi-linear": {
         **_LATENT,
         **_shared("shared_experts"),
@@ -353,7 +355,7 @@ EXPERTS = {
             "minimax-01",
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
             *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3"),
-            *("laguna", "step35", "cohere2moe", "minimax-m3"),
+            *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple"),
         ),
         _MLP_EXPERTS,
     ),

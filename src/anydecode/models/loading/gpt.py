@@ -1,6 +1,6 @@
 """Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon,
-BLOOM, MPT, OPT, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX to the usual
-one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
+BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX to the
+usual one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -125,6 +125,12 @@ _GPT2 = _Layout(
     qkv="attn.c_attn",
     rows=_in_sequence,
     is_transposed=True,
+)
+_JAIS = replace(
+    _GPT2,
+    fixed={"scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    inner={**_GPT2.inner, "mlp.c_fc2": ("mlp.gate_proj",)},
 )
 _GPT_J = replace(
     _GPT2,
@@ -489,6 +495,7 @@ _SUM_NORMS = {
 }
 _LAYOUTS = {
     "gpt2": _GPT2,
+    "jais": _JAIS,
     "gptj": _GPT_J,
     "codegen": _CODEGEN,
     "gpt_neox": _GPT_NEOX,
@@ -706,6 +713,21 @@ def _complete_qwen(config: dict[str, Any]) -> None:
     config["attention_out_bias"] = config["mlp_bias"] = has_bias
 
 
+def _complete_jais(config: dict[str, Any]) -> None:
+    """Complete a config of Jais, of whose options the published models have one."""
+    options = {
+        "activation_function": "swiglu",
+        "position_embedding_type": "alibi",
+        "scale_attn_weights": True,
+        "alibi_scaling": None,
+    }
+    for key, value in options.items():
+        given = config.get(key, True if value is True else None)
+        if given != value:
+            raise refusal(key, given, repr(value))
+    config["hidden_act"] = "silu"
+
+
 def _complete_norm_eps(config: dict[str, Any]) -> None:
     """BioGPT and XGLM: norms have the default of their class, whatever the config says."""
     config["layer_norm_eps"] = 1e-5
@@ -742,6 +764,7 @@ def _complete_dbrx(config: dict[str, Any]) -> None:
 _COMPLETIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "mpt": _complete_mpt,
     "qwen": _complete_qwen,
+    "jais": _complete_jais,
     "biogpt": _complete_norm_eps,
     "xglm": _complete_norm_eps,
     "chatglm": _complete_chatglm,

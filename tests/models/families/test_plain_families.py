@@ -1,0 +1,139 @@
+"""Families that `transformers` does not have, against a forward pass in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.library import load_library
+from anydecode.models.families import spec_from_config
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import choose_executor
+from gguf_models import write_folder
+from llama_cpp_logits import GELU_MARGIN, llama_cpp_logits
+from plain_decoders import Decoder
+from plain_families import FAMILIES, as_gguf, checkpoint, config_of
+from tiny_models import built, chain, greedy, logits
+
+TEXT = [(7 * i + 3) % 131 for i in range(24)]
+BACKENDS = ["torch", *(["native"] if load_library() is not None else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_match_a_forward_pass(name: str, backend: str) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch")
+    own = built(checkpoint(name), executor=choose_executor(backend, threads=1))
+    tokens = greedy(own, TEXT, 64)
+    assert len(set(tokens)) > 2, "a model that repeats itself proves little"
+    expected = FAMILIES[name].decoder(0).forward(TEXT + tokens)
+    assert expected[len(TEXT) - 1 : -1].argmax(-1).tolist() == tokens
+    assert np.abs(logits(own, chain(TEXT + tokens)) - expected).max() < 1e-4
+
+
+#: Parts of the reference in which a wrong twin differs.
+TWINS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
+    "smallthinker, a router of normed inputs": (
+        "smallthinker", lambda one: replace(one, routes_inputs=False),
+    ),
+    "smallthinker, softmax": ("smallthinker", lambda one: replace(one, router="softmax")),
+    "smallthinker, SiLU": ("smallthinker", lambda one: replace(one, activation="silu")),
+    "smallthinker, positions in every layer": (
+        "smallthinker", lambda one: replace(one, bases=[500.0] * 5),
+    ),
+    "maincoder, norms before rotation": (
+        "maincoder", lambda one: replace(one, norms_last=False),
+    ),
+    "jais, the usual scale": ("jais", lambda one: replace(one, scale=None)),
+    "jais, no linear biases": ("jais", lambda one: replace(one, slopes=None)),
+    "jais, embeddings without a factor": ("jais", lambda one: replace(one, embedding_scale=1.0)),
+    "jais, logits without a factor": ("jais", lambda one: replace(one, logit_scale=1.0)),
+    "spark, whole heads rotate": ("spark2_5", lambda one: replace(one, rotary=[12] * 3)),
+    "spark, one base": ("spark2_5", lambda one: replace(one, bases=[500.0] * 3)),
+    "spark, no windows": ("spark2_5", lambda one: replace(one, windows=[None] * 3)),
+    "maple, no limit": ("maple", lambda one: replace(one, limit=np.inf)),
+    "maple, positions in every layer": ("maple", lambda one: replace(one, bases=[500.0] * 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_wrong_twins_have_other_logits(twin: str) -> None:
+    name, change = TWINS[twin]
+    found = logits(built(checkpoint(name)), chain(TEXT))
+    assert np.abs(found - change(FAMILIES[name].decoder(0)).forward(TEXT)).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_opens(name: str, tmp_path: Path) -> None:
+    family, given = FAMILIES[name], checkpoint(name)
+    folder = write_folder(
+        tmp_path, family.published(dict(family.decoder(0).tensors)), **config_of(name)
+    )
+    found = logits(built(load_checkpoint(folder)), chain(TEXT))
+    assert np.array_equal(found, logits(built(given), chain(TEXT)))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_a_gguf_file(name: str, tmp_path: Path) -> None:
+    found = logits(built(load_checkpoint(as_gguf(name, tmp_path / "x.gguf"))), chain(TEXT))
+    margin = 2 * GELU_MARGIN if name == "spark2_5" else 1e-4  # files do not name the GELU
+    assert np.abs(found - FAMILIES[name].decoder(0).forward(TEXT)).max() < margin
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    path = as_gguf(name, tmp_path / "x.gguf")
+    found = logits(built(load_checkpoint(path)), chain(TEXT))
+    margin = 2 * GELU_MARGIN if name == "spark2_5" else 1e-4
+    assert np.abs(found - llama_cpp_logits(path, TEXT)).max() < margin
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("smallthinker", {"expert_gating_func": 1}),
+        ("smallthinker", {"attention.sliding_window": None}),
+        ("jais", {"attention.max_alibi_bias": 4.0}),
+        ("spark2_5", {"rope.dimension_count": 12}),
+        ("spark2_5", {"rope.freq_base_swa": 5e4}),
+        ("maple", {"swiglu_clamp_exp": [2.0] * 3}),
+    ],
+)
+def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    path = as_gguf(name, tmp_path / "x.gguf", **change)
+    found = logits(built(load_checkpoint(path)), chain(TEXT))
+    assert np.abs(found - FAMILIES[name].decoder(0).forward(TEXT)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("smallthinker", {"rope_layout": [0, 2, 1, 1, 0]}, r"rope_layout is \[0, 2, 1, 1, 0\]"),
+        ("smallthinker", {"sliding_window_layout": [1]}, "a list of 5 numbers, 0 or 1"),
+        ("jais", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned'"),
+        ("jais", {"activation_function": "gelu"}, "activation_function is 'gelu'; allowed is 'swi"),
+        ("jais", {"alibi_scaling": {"factor": 2.0}}, "alibi_scaling is {'factor': 2.0}"),
+        ("spark2_5", {"gate_attn_act_mode": "tanh"}, "gate_attn_act_mode is 'tanh'"),
+        ("spark2_5", {"headwise_attn_output_gate": False}, "headwise_attn_output_gate is False"),
+        ("maple", {"nope_on_global_attention": False}, "nope_on_global_attention is False"),
+        ("maple", {"num_shared_experts": 1}, "num_shared_experts is 1; allowed is 0"),
+    ],
+)
+def test_other_options_are_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        spec_from_config(checkpoint(name, **change).config)
+    assert "\n" not in str(caught.value)
+
+
+def test_limits_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
+    path = as_gguf("maple", tmp_path / "x.gguf", **{"swiglu_clamp_exp": [7.0, 7.0, 6.0]})
+    with pytest.raises(CheckpointError, match="swiglu_clamp_exp") as caught:
+        load_checkpoint(path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,204 @@
+"""Forward passes of plain decoders in numpy, in float64, from tensors with usual names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from anydecode.certification.tiny import random_matrices
+from anydecode.models.scripted import BYTE_VOCABULARY
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 48, 4, 2, 12, 80
+
+
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    """With the tangent."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@dataclass
+class Decoder:
+    """What a decoder computes.
+
+    Attributes:
+        tensors: By the names of Llama; experts are `mlp.experts.{i}.gate_proj`, their router is
+            `mlp.gate`, and the gate of heads `self_attn.gate_proj`.
+        bases: The base of the rotary frequencies of each layer; None: no rotary embedding.
+        windows: The window of each layer; None: full attention.
+        rotary: The numbers of a head that rotate, by layer.
+        norms_last: Whether the norms of queries and keys are behind the rotary embedding.
+        slopes: The linear biases of the heads.
+        activation: Of the gate: "silu", "gelu" or "relu".
+        limit: Of the products of gate (from above) and up (from both sides) in experts.
+        experts: How many run for a token.
+        router: Which function the chosen scores have: "softmax" or "sigmoid".
+        routes_inputs: Whether the router reads the inputs of the layer.
+        scale: Of scores; None: the usual one.
+        embedding_scale: Of embeddings.
+        logit_scale: Of logits.
+        has_layer_norms: Whether norms are layer norms.
+        eps: Of norms.
+    """
+
+    tensors: Mapping[str, np.ndarray]
+    bases: list[float | None]
+    windows: list[int | None] = field(default_factory=lambda: [None] * 8)
+    rotary: list[int] = field(default_factory=lambda: [HEAD] * 8)
+    norms_last: bool = False
+    slopes: np.ndarray | None = None
+    activation: str = "silu"
+    limit: float = np.inf
+    experts: int = 0
+    router: str = "softmax"
+    routes_inputs: bool = False
+    scale: float | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    has_layer_norms: bool = False
+    eps: float = 1e-6
+
+    def forward(self, tokens: list[int]) -> np.ndarray:
+        """Logits `[len(tokens), vocab_size]`."""
+        x = self._of("model.embed_tokens")[tokens] * self.embedding_scale
+        for layer in range(len(self.bases)):
+            name = f"model.layers.{layer}"
+            start, y = x, self._norm(x, f"{name}.input_layernorm")
+            x = x + self._attention(y, layer, f"{name}.self_attn")
+            y = self._norm(x, f"{name}.post_attention_layernorm")
+            if self.experts:
+                x = x + self._experts(y, start if self.routes_inputs else y, f"{name}.mlp")
+            else:
+                x = x + self._mlp(y, f"{name}.mlp", np.inf)
+        y = self._norm(x, "model.norm")
+        has_head = "lm_head.weight" in self.tensors
+        return self.logit_scale * y @ self._of("lm_head" if has_head else "model.embed_tokens").T
+
+    def _of(self, name: str) -> np.ndarray:
+        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
+
+    def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
+        bias = self.tensors.get(f"{name}.bias")
+        y = x @ self._of(name).T
+        return y if bias is None else y + bias
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        if self.has_layer_norms:
+            x = x - x.mean(-1, keepdims=True)
+        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self._of(name)
+        bias = self.tensors.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def _attention(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
+        count = len(x)
+        q, k, v = (
+            self._linear(x, f"{name}.{part}_proj").reshape(count, -1, HEAD) for part in "qkv"
+        )
+        q, k = (self._positioned(x, layer, f"{name}.{part}") for x, part in ((q, "q"), (k, "k")))
+        heads = q.shape[1]
+        k, v = (np.repeat(part, heads // part.shape[1], axis=1) for part in (k, v))
+        distance = np.arange(count)[:, None] - np.arange(count)
+        scores = np.einsum("qhd,khd->hqk", q, k) * (self.scale or HEAD**-0.5)
+        if self.slopes is not None:
+            scores -= self.slopes[:, None, None] * distance
+        scores[:, (distance < 0) | (distance >= (self.windows[layer] or count))] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", weights, v)
+        if f"{name}.gate_proj.weight" in self.tensors:
+            mixed = mixed / (1 + np.exp(-self._linear(x, f"{name}.gate_proj")))[..., None]
+        return self._linear(mixed.reshape(count, -1), f"{name}.o_proj")
+
+    def _positioned(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
+        """Queries or keys with norms, if there are some, and positions."""
+        base, has_norm = self.bases[layer], f"{name}_norm.weight" in self.tensors
+        if has_norm and not self.norms_last:
+            x = self._norm(x, f"{name}_norm")
+        x = x if base is None else _rotated(x, base, self.rotary[layer])
+        return self._norm(x, f"{name}_norm") if has_norm and self.norms_last else x
+
+    def _mlp(self, x: np.ndarray, name: str, limit: float) -> np.ndarray:
+        gate, up = self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj")
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        gate = {"silu": _silu, "gelu": _gelu, "relu": lambda y: np.maximum(y, 0)}[self.activation](
+            gate
+        )
+        return self._linear(gate * up, f"{name}.down_proj")
+
+    def _experts(self, x: np.ndarray, inputs: np.ndarray, name: str) -> np.ndarray:
+        scores = inputs @ self._of(f"{name}.gate").T
+        found = np.zeros_like(x)
+        for row, own in enumerate(scores):
+            chosen = np.argsort(-own)[: self.experts]
+            weights = np.exp(own[chosen] - own.max())
+            if self.router == "sigmoid":
+                weights = 1 / (1 + np.exp(-own[chosen]))
+            for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
+                output = self._mlp(x[row], f"{name}.experts.{expert}", self.limit)
+                found[row] += weight * output
+        return found
+
+
+def _rotated(x: np.ndarray, base: float, size: int) -> np.ndarray:
+    """Heads `[count, heads, HEAD]` of which the first half of `size` numbers is rotated against the
+    second."""
+    angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, size, 2) / size)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first, second, rest = np.split(x, [size // 2, size], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def random_tensors(
+    seed: int, layers: int = 3, experts: int = 0, kv_heads: int = KV_HEADS, **parts: Any
+) -> dict[str, np.ndarray]:
+    """Tensors of a random decoder, with experts in every layer if there are some.
+
+    Args:
+        seed: Of the numbers.
+        layers: How many.
+        experts: Of each layer; 0: one MLP.
+        kv_heads: Heads of keys.
+        **parts: "head" and "biases" of matrices and norms, "head_norms", and "head_gates": whether
+            there are some.
+    """
+    matrix = random_matrices(seed)
+
+    def norm(size: int) -> np.ndarray:
+        return 1 + 0.1 * matrix(1, size)[0]
+
+    tensors = {
+        "model.embed_tokens.weight": 2 * matrix(BYTE_VOCABULARY, HIDDEN) * HIDDEN**0.5,
+        "model.norm.weight": norm(HIDDEN),
+    }
+    if parts.get("head"):
+        tensors["lm_head.weight"] = 3 * matrix(BYTE_VOCABULARY, HIDDEN)
+    for layer in range(layers):
+        shapes = {
+            "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+            "self_attn.k_proj": (kv_heads * HEAD, HIDDEN),
+            "self_attn.v_proj": (kv_heads * HEAD, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+        }
+        if parts.get("head_gates"):
+            shapes["self_attn.gate_proj"] = (HEADS, HIDDEN)
+        if experts:
+            shapes["mlp.gate"] = (experts, HIDDEN)
+        for mlp in [f"mlp.experts.{i}" for i in range(experts)] or ["mlp"]:
+            shapes |= {f"{mlp}.{part}_proj": (INNER, HIDDEN) for part in ("gate", "up")}
+            shapes[f"{mlp}.down_proj"] = HIDDEN, INNER
+        own = {name: 2 * matrix(*shape) for name, shape in shapes.items()}
+        own |= {name: norm(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")}
+        if parts.get("head_norms"):
+            own |= {f"self_attn.{part}_norm": norm(HEAD) for part in "qk"}
+        tensors |= {f"model.layers.{layer}.{name}.weight": x for name, x in own.items()}
+    if parts.get("biases"):
+        for name, tensor in list(tensors.items()):
+            if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+                tensors[name.replace("weight", "bias")] = matrix(1, len(tensor))[0]
+    return tensors

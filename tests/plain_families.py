@@ -1,0 +1,398 @@
+"""Tiny random models of families that `transformers` does not have: as published, as GGUF files,
+and as `plain_decoders.Decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.loading import gpt
+from anydecode.models.scripted import BYTE_VOCABULARY
+from gguf_models import finish, interleave, writer_with
+from plain_decoders import HEAD, HEADS, HIDDEN, INNER, KV_HEADS, Decoder, random_tensors
+
+Tensors = dict[str, np.ndarray]
+SLOPES = 2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)
+#: Config keys of most families.
+SIZES: dict[str, Any] = {
+    "vocab_size": BYTE_VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+#: Metadata of most families.
+METADATA: dict[str, Any] = {
+    "context_length": 512,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": INNER,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.key_length": HEAD,
+    "attention.value_length": HEAD,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+#: The names in GGUF files.
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.gate_proj": "attn_gate",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "mlp.gate": "ffn_gate_inp",
+}
+
+
+@dataclass(frozen=True)
+class PlainFamily:
+    """A family of plain decoders.
+
+    Attributes:
+        config: Config keys beside `SIZES`; those that are None are left out.
+        metadata: Metadata beside `METADATA`; those that are None are left out.
+        decoder: Makes the reference, from a seed.
+        published: The tensors of a checkpoint from those of the reference.
+        stored: The tensors of a GGUF file, with usual names and experts as stacks, from those of
+            the reference.
+    """
+
+    config: dict[str, Any]
+    metadata: dict[str, Any]
+    decoder: Callable[[int], Decoder]
+    published: Callable[[Tensors], Tensors]
+    stored: Callable[[Tensors], Tensors]
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """The config of a family's model."""
+    config = {**SIZES, "model_type": name, **FAMILIES[name].config, **changes}
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def checkpoint(name: str, seed: int = 0, **changes: Any) -> Checkpoint:
+    """The model of a family, as a loader returns it."""
+    family, config = FAMILIES[name], config_of(name, **changes)
+    tensors = family.published(dict(family.decoder(seed).tensors))
+    if gpt.is_gpt(config):
+        readers = {key: (lambda tensor=tensor: tensor) for key, tensor in tensors.items()}
+        config, converted = gpt.to_hf_layout(config, readers)
+        tensors = {key: np.asarray(reader()) for key, reader in converted.items()}
+    return Checkpoint(name, Path(name), config, tensors)
+
+
+def as_gguf(name: str, path: Path, **changes: Any) -> Path:
+    """The file that llama.cpp's converter makes of the model."""
+    family = FAMILIES[name]
+    decoder = family.decoder(0)
+    count = {"block_count": len(decoder.bases)}
+    metadata = {**METADATA, **count, **family.metadata, **changes}
+    writer = writer_with(path, name, metadata, BYTE_VOCABULARY)
+    for key, tensor in family.stored(dict(decoder.tensors)).items():
+        for usual, other in NAMES.items():
+            key = (
+                key.replace(f"{usual}.", f"{other}.")
+                if usual[-1] != "."
+                else key.replace(usual, other)
+            )
+        writer.add_tensor(key, np.ascontiguousarray(tensor, np.float32))
+    finish(writer)
+    return path
+
+
+def _renamed(names: dict[str, str]) -> Callable[[Tensors], Tensors]:
+    """Other names of tensors."""
+
+    def rename(tensors: Tensors) -> Tensors:
+        found = {}
+        for key, tensor in tensors.items():
+            for usual, other in names.items():
+                key = key.replace(usual, other)
+            found[key] = tensor
+        return found
+
+    return rename
+
+
+def _fused(tensors: Tensors, target: str = "self_attn.qkv_proj") -> Tensors:
+    """Queries, keys and values as one tensor."""
+    found = dict(tensors)
+    for key in tensors:
+        if ".self_attn.q_proj." in key:
+            parts = [found.pop(key.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            found[key.replace("self_attn.q_proj", target)] = np.concatenate(parts)
+    return found
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    """Experts as stacks, with their names in GGUF files."""
+    found: Tensors = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for key, tensor in tensors.items():
+        if ".experts." not in key:
+            found[key] = tensor
+            continue
+        layer, part = key.split(".mlp.")[0], key.split(".")[-2].removesuffix("_proj")
+        stacks.setdefault(f"{layer}.ffn_{part}_exps.weight", []).append(tensor)
+    return found | {key: np.stack(stack) for key, stack in stacks.items()}
+
+
+def _pairs(tensors: Tensors) -> Tensors:
+    """Queries and keys whose rotary pairs are next to each other, norms included."""
+    found = dict(tensors)
+    for key, tensor in tensors.items():
+        if key.endswith(("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")):
+            found[key] = interleave(tensor, len(tensor) // HEAD)
+    return found
+
+
+def _smallthinker(seed: int) -> Decoder:
+    """Five layers, of which the first and the last have neither a window nor positions: with four,
+    llama.cpp has positions in every layer."""
+    tensors = random_tensors(seed, 5, experts=6)
+    for key in tensors:
+        if ".mlp." in key or "embed" in key:
+            tensors[key] *= 0.3
+    return Decoder(
+        tensors,
+        bases=[None, 500.0, 500.0, 500.0, None],
+        windows=[None, 300, 300, 300, None],
+        activation="relu",
+        experts=2,
+        router="sigmoid",
+        routes_inputs=True,
+    )
+
+
+def _smallthinker_config(tensors: Tensors) -> Tensors:
+    names = {
+        "mlp.gate.": "block_sparse_moe.primary_router.",
+        "mlp.experts": "block_sparse_moe.experts",
+        **{f".{part}_proj.weight": f".{part}.weight" for part in ("gate", "up", "down")},
+    }
+    return _renamed(names)(tensors)
+
+
+def _maincoder(seed: int) -> Decoder:
+    return Decoder(random_tensors(seed, head_norms=True), [500.0] * 3, norms_last=True)
+
+
+def _jais(seed: int) -> Decoder:
+    """Embeddings and head are those before their factors."""
+    tensors = random_tensors(seed, kv_heads=HEADS, biases=True)
+    tensors["model.embed_tokens.weight"] /= 4
+    tensors["model.norm.weight"] *= np.sign(np.arange(HIDDEN) % 2 - 0.5)  # no token repeats itself
+    return Decoder(
+        tensors,
+        [None] * 3,
+        slopes=SLOPES,
+        scale=1 / HEAD,
+        embedding_scale=4.0,
+        logit_scale=0.6,
+        has_layer_norms=True,
+        eps=1e-5,
+    )
+
+
+def _jais_layout(tensors: Tensors) -> Tensors:
+    """That of GPT-2, whose matrices are stored as [in, out]."""
+    names = {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers.": "transformer.h.",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "attn.c_attn": "attn.c_attn",
+        "self_attn.o_proj": "attn.c_proj",
+        "mlp.gate_proj": "mlp.c_fc2",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    found = _renamed(names)(_fused(tensors, "attn.c_attn"))
+    return {
+        key: np.ascontiguousarray(x.T) if ".c_" in key and x.ndim == 2 else x
+        for key, x in found.items()
+    }
+
+
+def _jais_stored(tensors: Tensors) -> Tensors:
+    """The converter multiplies embeddings and head by their factors."""
+    found = _fused(tensors)
+    found["lm_head.weight"] = 0.6 * tensors["model.embed_tokens.weight"]
+    found["model.embed_tokens.weight"] = 4.0 * tensors["model.embed_tokens.weight"]
+    return found
+
+
+def _spark(seed: int) -> Decoder:
+    return Decoder(
+        random_tensors(seed, head=True, head_gates=True),
+        bases=[500.0, 5e4, 500.0],
+        windows=[9, None, 9],
+        rotary=[12, 6, 12],
+        activation="gelu",
+    )
+
+
+def _spark_layout(tensors: Tensors) -> Tensors:
+    names = {"self_attn.gate_proj": "self_attn.g_proj"}
+    return _renamed(names)(_fused(tensors, "self_attn.q_k_v_proj"))
+
+
+def _maple(seed: int) -> Decoder:
+    tensors = random_tensors(seed, experts=6, head=True, head_norms=True)
+    for key in tensors:
+        if ".experts." in key and "down" not in key:
+            tensors[key] *= 4  # so that some numbers are beyond the limit
+    return Decoder(
+        tensors,
+        bases=[500.0, None, 500.0],
+        windows=[9, None, 9],
+        rotary=[6] * 3,
+        experts=2,
+        limit=7.0,
+    )
+
+
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+FAMILIES = {
+    "smallthinker": PlainFamily(
+        {
+            "architectures": ["SmallThinkerForCausalLM"],
+            "intermediate_size": None,
+            "num_hidden_layers": 5,
+            "moe_num_primary_experts": 6,
+            "moe_num_active_primary_experts": 2,
+            "moe_ffn_hidden_size": INNER,
+            "moe_primary_router_apply_softmax": False,
+            "sliding_window_layout": [0, 1, 1, 1, 0],
+            "sliding_window_size": 300,
+            "rope_layout": [0, 1, 1, 1, 0],
+            "rope_theta": 500.0,
+            "tie_word_embeddings": True,
+        },
+        {
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": HEAD,
+            "attention.sliding_window": 300,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": INNER,
+            "expert_gating_func": 2,
+        },
+        _smallthinker,
+        _smallthinker_config,
+        _stacked,
+    ),
+    "maincoder": PlainFamily(
+        {
+            "architectures": ["MaincoderForCausalLM"],
+            "num_hidden_layers": 3,
+            "rope_theta": 500.0,
+            "tie_word_embeddings": True,
+        },
+        {"rope.freq_base": 500.0, "rope.dimension_count": HEAD},
+        _maincoder,
+        _pairs,
+        _pairs,
+    ),
+    "jais": PlainFamily(
+        {
+            **dict.fromkeys(SIZES),
+            "architectures": ["JAISLMHeadModel"],
+            "vocab_size": BYTE_VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_head": HEADS,
+            "n_layer": 3,
+            "n_inner": INNER,
+            "n_positions": 512,
+            "activation_function": "swiglu",
+            "position_embedding_type": "alibi",
+            "layer_norm_epsilon": 1e-5,
+            "mup_embeddings_scale": 4.0,
+            "mup_output_alpha": 2.0,
+            "mup_width_scale": 0.3,
+            "mup_scale_qk_dot_by_d": True,
+        },
+        {
+            "attention.head_count_kv": None,
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": 1e-5,
+            "attention.max_alibi_bias": 8.0,
+        },
+        _jais,
+        _jais_layout,
+        _jais_stored,
+    ),
+    "spark2_5": PlainFamily(
+        {
+            "architectures": ["Spark2_5ForCausalLM"],
+            "num_hidden_layers": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+            "gate_attn_act_mode": "sigmoid",
+            "headwise_attn_output_gate": True,
+            "layer_types": SLIDING,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e4, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_theta": 500.0, "partial_rotary_factor": 1.0},
+            },
+        },
+        {
+            "attention.sliding_window": 9,
+            "attention.sliding_window_pattern": [True, False, True],
+            "rope.freq_base": 5e4,
+            "rope.freq_base_swa": 500.0,
+            "rope.dimension_count": 6,
+            "rope.dimension_count_swa": 12,
+        },
+        _spark,
+        _spark_layout,
+        _fused,
+    ),
+    "maple": PlainFamily(
+        {
+            "architectures": ["MapleForCausalLM"],
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 0,
+            "moe_intermediate_size": INNER,
+            "norm_topk_prob": True,
+            "nope_on_global_attention": True,
+            "layer_types": SLIDING,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+            },
+        },
+        {
+            "attention.sliding_window": 9,
+            "attention.sliding_window_pattern": [True, False, True],
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": 6,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": INNER,
+            "swiglu_clamp_exp": [7.0] * 3,
+        },
+        _maple,
+        dict,
+        _stacked,
+    ),
+}  # fmt: skip
