@@ -68,9 +68,8 @@ def test_texts_of_a_model_are_read() -> None:
 def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     target = tmp_path / "rates.json"
     command = ["bench", "draft-priors", "--prompts", "2", "--tokens", "8"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     result = CliRunner().invoke(app, [*command, "--json", str(target)])
+    assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     found = json.loads(target.read_text())
     assert found["tokens"] == 8
     assert set(found["rates"]) == set(found["rounds"]) == set(found["saved"]) == {"0.0", "0.8"}

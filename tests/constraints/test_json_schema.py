@@ -297,7 +297,7 @@ UNBOUNDED = {
 
 
 def answers_of_careless_model(schema, limit=64, **options):
-    """Eight answers of at most `limit` tokens, of a model that avoids closing tokens."""
+    """Eight answers, or `n`, of at most `limit` tokens, of a model that avoids closing tokens."""
     with scripted_llm() as llm:
         constraint = JsonSchema(schema, finish=options.pop("finish", True))
         closing = dict.fromkeys([*b"]}", *TOKENIZER.eos_ids], -100.0)
@@ -715,14 +715,14 @@ def test_a_completion_that_takes_most_of_the_limit_starts_in_time(monkeypatch):
     names = [chr(97 + i) for i in range(16)]
     schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string"}),
               "required": names}  # fmt: skip
-    for answer in answers_of_careless_model(schema, limit=120):  # of which 114 are needed
+    options = {"limit": 120, "n": 3}  # 114 tokens are needed
+    for answer in answers_of_careless_model(schema, **options):
         assert answer.finish_reason == "stop"
     monkeypatch.setattr(
         ForcedCompletion, "of", ForcedCompletion
     )  # control: the first search is after an eighth of the limit
-    assert any(
-        one.finish_reason == "length" for one in answers_of_careless_model(schema, limit=120)
-    )
+    answers = answers_of_careless_model(schema, **options)
+    assert any(one.finish_reason == "length" for one in answers)
 
 
 def test_a_name_that_is_written_twice_is_one_property() -> None:

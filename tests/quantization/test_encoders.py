@@ -77,7 +77,7 @@ def test_decoded_values_are_encoded_again_with_a_small_error(format: str) -> Non
 @pytest.mark.parametrize("format", WEIGHED)
 def test_an_importance_matrix_lowers_the_error_of_important_inputs(format: str) -> None:
     """Rejects an importance of other columns, and one that is not read."""
-    x = np.random.default_rng(3).standard_normal((32, 512), np.float32)
+    x = np.random.default_rng(3).standard_normal((16, 512), np.float32)
     importance = np.random.default_rng(4).random(512, np.float32) ** 8
 
     def error(weights: np.ndarray | None) -> float:
