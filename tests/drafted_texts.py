@@ -25,7 +25,7 @@ CONDITIONS = pytest.mark.parametrize(
         ({"cache_positions": 420}, 0.8),
         ({"row_budget": 16}, 0.0),
         pytest.param({"row_budget": 16, "backend": "torch"}, 0.8, marks=pytest.mark.slow),
-        ({"prefix_cache": False}, 0.8),
+        pytest.param({"prefix_cache": False}, 0.8, marks=pytest.mark.slow),
     ],
     ids=["preempted", "chunked", "torch", "uncached"],
 )

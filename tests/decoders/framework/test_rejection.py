@@ -189,6 +189,7 @@ def test_the_cards_say_what_sharing_noise_costs() -> None:
         assert accepted_with_shared_noise(p, q, width) == pytest.approx(shared, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_cards_say_what_sharing_noise_changes_for_chosen_drafts() -> None:
     """The chance that two distributions have their largest keys at the same token is computed."""
     numbers = [

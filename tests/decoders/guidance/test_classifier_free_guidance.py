@@ -29,6 +29,7 @@ def test_certificate_rejects_another_scale(monkeypatch: pytest.MonkeyPatch) -> N
     assert_rejected("classifier-free-guidance")
 
 
+@pytest.mark.slow
 def test_it_is_certified_by_its_formula_and_is_not_token_exact() -> None:
     card = ClassifierFreeGuidance.card
     assert card.exactness == "lossy" and "by design" in card.summary

@@ -21,6 +21,7 @@ def test_certificate() -> None:
     assert_certified("a-star")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["a-star"]())
     assert len(checks) == 5 and all(check.passed for check in checks), checks

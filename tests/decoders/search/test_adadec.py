@@ -27,6 +27,7 @@ def test_certificate() -> None:
     assert_certified("adadec")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["adadec"]())
     assert len(checks) == 6 and all(check.passed for check in checks), checks

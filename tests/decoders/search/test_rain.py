@@ -28,6 +28,7 @@ def test_certificate() -> None:
     assert_certified("rain")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["rain"]())
     assert len(checks) == 4 and all(check.passed for check in checks), checks

@@ -34,6 +34,7 @@ def test_certificate() -> None:
     assert_certified("regression")
 
 
+@pytest.mark.slow
 def test_oracle() -> None:
     checks = list(load_oracle_tests()["regression"]())
     assert len(checks) == 13 and all(check.passed for check in checks), checks

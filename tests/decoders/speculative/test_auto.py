@@ -67,6 +67,7 @@ def test_bursts_with_the_noise_of_the_next_position_are_rejected(
     assert_rejected("auto")
 
 
+@pytest.mark.slow
 def test_accepting_all_drafts_fails_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     from anydecode.decoders.framework.acceptance import AcceptanceResult, TokenExact
 

@@ -33,10 +33,18 @@ KEYS = (
 TARGET, DRAFT = wordy(), blurred(wordy())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+BUILDS = (
+    *KEYS, "longspec:window=5,sinks=1", "pearl:pre_verify=false", "rapid:chunk=3,count=1,query=2",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "key",
-    [*KEYS, "longspec:window=5,sinks=1", "pearl:pre_verify=false", "rapid:chunk=3,count=1,query=2"],
+    ("key", "temperature"),
+    [
+        pytest.param(key, temperature, marks=[pytest.mark.slow] * ((first + second) % 2))
+        for first, key in enumerate(BUILDS)
+        for second, temperature in enumerate((0.0, 0.8))
+    ],
 )
 def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) -> None:
     prompts = ["abcabcabd", "the cab had a bad cab", "h"]

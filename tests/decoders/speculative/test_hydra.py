@@ -148,6 +148,7 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str
     assert_constrained_text_of_plain_decoding(PREFIX, decoder, temperature=temperature)
 
 
+@pytest.mark.one_in(5)  # each decoder and each drafter once
 @pytest.mark.parametrize("decoder", ["auto", "speculative-sampling", "opt-tree", "dyspec"])
 @pytest.mark.parametrize("make", [medusa_checkpoint, hydra_checkpoint, PREFIX, mtp_checkpoint])
 def test_other_methods_draft_with_heads(decoder: str, make: Any) -> None:

@@ -311,7 +311,7 @@ def test_predictions_that_are_always_kept_are_noticed(monkeypatch: Patch) -> Non
     assert_wrong("jacobi")
 
 
-@pytest.mark.parametrize("key", ["specdec++", "saguaro"])
+@pytest.mark.parametrize("key", ["specdec++", pytest.param("saguaro", marks=pytest.mark.slow)])
 def test_distributions_of_the_next_position_are_noticed(monkeypatch: Patch, key: str) -> None:
     from anydecode.decoders.speculative import draft_model, saguaro, specdecpp
 

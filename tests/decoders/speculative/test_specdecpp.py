@@ -99,6 +99,7 @@ def test_certificate_rejects_rejections_that_count_once(monkeypatch: Patch) -> N
     assert_rejected("specdec++")
 
 
+@pytest.mark.one_in(2)  # each drafter, and both temperatures
 @pytest.mark.parametrize("drafter", [eagle_checkpoint, hydra_checkpoint, mtp_checkpoint])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_drafters_that_read_states_have_a_head_too(drafter: Any, temperature: float) -> None:
