@@ -97,8 +97,12 @@ INLINE void add_blocks(int format, int rows, const uint8_t *p, const uint8_t *gr
     total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scale, min);
 }
 
-/* `next`: weights to prefetch meanwhile, or NULL. One or two rows read weights so fast that the
- * processor's own prefetcher, which follows the misses of a sequential read, is faster. */
+/* Whether a product of so many rows prefetches the next group of columns. One row, and two short ones,
+ * read weights so fast that the processor's own prefetcher, which follows the misses of a sequential
+ * read, is faster. */
+INLINE int prefetches(int rows, int blocks) { return rows > 2 || (rows == 2 && blocks > 64); }
+
+/* `next`: weights to prefetch meanwhile, or NULL. */
 INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *grid, int blocks,
                        const Activations *const *rows_of, const uint8_t *next, f8x2 *total) {
   const Activations *a[TILE_ROWS];
@@ -115,7 +119,7 @@ INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *gr
     add_blocks(format, rows, p, grid, a, b, 0, super, super_min, total);
     if (has_halves(format)) add_blocks(format, rows, p, grid, a, b, 1, super, super_min, total);
     p += block_bytes(format);
-    if (rows > 2 && next) {
+    if (rows > 1 && next) {
 #pragma GCC unroll 9
       for (int o = 0; o < block_bytes(format); o += 64) __builtin_prefetch(next + o, 0, 2);
       next += block_bytes(format);
@@ -181,7 +185,8 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       const Activations *a[TILE_ROWS];
       f8x2 total[TILE_ROWS];
       rows = tile_rows(n - r);
-      const uint8_t *next = r || g + 1 >= groups ? NULL : p + w->group_bytes;
+      int has_next = r == 0 && g + 1 < groups && prefetches(rows, blocks);
+      const uint8_t *next = has_next ? p + w->group_bytes : NULL;
       for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
       switch (rows) {
         case 1: quant_tile(format, 1, p, w->grid, blocks, a, next, total); break;
