@@ -33,6 +33,17 @@ VISION: dict[str, Any] = {
     "image_size": 16,
 }
 DEEP = {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+#: The same of towers for speech.
+AUDIO = {
+    "d_model": 16,
+    "hidden_size": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
 
 
@@ -43,7 +54,7 @@ def _rope(*sections: int, **keys: Any) -> dict[str, Any]:
 
 
 COHERE = {"model_type": "cohere2", "sliding_window": 9, "tie_word_embeddings": True}
-#: The prefix of the classes: the keys of `text_config`, and those of `vision_config`.
+#: The prefix of the classes: the keys of `text_config`, and those of the config of the tower.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen2VL": (_rope(2, 2, 2), {**VISION, "embed_dim": 16, "hidden_size": 48}),
     "Qwen2_5_VL": ({**_rope(2, 2, 2), "tie_word_embeddings": True}, VISION),
@@ -135,6 +146,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "lfm3", "head_dim": 12, "sliding_window": 9, "tie_word_embeddings": True},
         {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
+    "Glm46V": (
+        {
+            "model_type": "glm4v_text",
+            "head_dim": 12,
+            **_rope(1, 1, 1, partial_rotary_factor=0.5),
+        },
+        {**VISION, "model_type": "glm4v_vision"},
+    ),
+    **dict.fromkeys(
+        ("VipLlava", "LlavaNextVideo"),
+        ({"model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
+    ),
+    "DeepseekVL": ({"model_type": "llama"}, {**VISION, "model_type": "siglip_vision_model"}),
+    "Janus": ({"model_type": "llama"}, VISION),
+    "Idefics2": ({"model_type": "mistral"}, VISION),
+    "LightOnOcr": ({"model_type": "qwen3", "head_dim": 12}, {**VISION, "model_type": "pixtral"}),
+    "VideoLlama3": ({"model_type": "qwen2"}, VISION),
+    "Voxtral": ({"model_type": "llama"}, AUDIO),
+    "Qwen2Audio": ({"model_type": "qwen2"}, AUDIO),
     "Exaone4_5_": (
         {
             "model_type": "exaone4",
@@ -151,15 +181,18 @@ def saved(name: str, folder: Path) -> Any:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    text, vision = CASES[name]
+    text, tower = CASES[name]
+    keys = {
+        "image_token_id": 130,
+        "video_token_id": 129,
+        "vision_start_token_id": 127,
+        "vision_end_token_id": 126,
+        "vision_config": tower,
+    }
     config = getattr(transformers, "Exaone4_5_Config" if "Exa" in name else f"{name}Config")(
         text_config={**BASE, **text},
-        vision_config=vision,
         tie_word_embeddings=text.get("tie_word_embeddings", False),
-        image_token_id=130,
-        video_token_id=129,
-        vision_start_token_id=127,
-        vision_end_token_id=126,
+        **({"audio_config": tower} if tower is AUDIO else keys),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
@@ -167,7 +200,7 @@ def saved(name: str, folder: Path) -> Any:
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif "visual" not in key and "vision" not in key:
+            elif not any(part in key for part in ("visual", "vision", "audio")):
                 torch.nn.init.normal_(parameter, std=0.25)
     model.save_pretrained(folder)
     return model
