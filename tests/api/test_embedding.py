@@ -21,7 +21,7 @@ class AtOnce(Decoder):
         self.states = np.empty(0)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        depth = sequence.kv_cache().pool.model.spec.num_layers
+        depth = sequence.model().spec.num_layers
         scores = yield sequence.score(sequence.prompt, rows="all", hidden=(depth,))
         self.states = np.array(scores.hidden[depth].tolist())
 

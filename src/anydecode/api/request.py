@@ -358,6 +358,7 @@ class Request:
             noise=Noise(self.seed, stream_id(sample.number)),
             stop_checker=output_processor,
             open_kv_cache=lambda runner, tokens: resources.open_kv_cache(runner, tokens, key),
+            pool_of=resources.pool_of,
             companion_prompts=[self.companion] * sampler.companions,
             compute_logprobs=self._compute_logprobs if params.logprobs is not None else None,
             adapter=adapter,

@@ -12,6 +12,7 @@ import numpy as np
 from anydecode.decoders.decoder import Requirements
 from anydecode.engine.engine import Engine
 from anydecode.errors import UnsupportedCombinationError
+from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
 from anydecode.models.spec import CHIMERA, EARLY_EXIT
@@ -201,6 +202,10 @@ class Resources:
                 states[runner] = DraftStates(drafter.spec.states, drafter, depth, target.normed)
                 states[runner].chains = drafter.chains(target)
         return states
+
+    def pool_of(self, runner_name: str) -> KVPool:
+        """The cache memory of a runner."""
+        return self.engine.runners[runner_name].pool
 
     def open_kv_cache(
         self, runner_name: str, tokens: list[int], namespace: Hashable

@@ -127,7 +127,8 @@ class Decoder(ABC):
     def prepare(self, sequence: Sequence) -> None:
         """Check the request and set up the sequence; called once, when the request is created.
 
-        May add companion prompts or replace the sampler.
+        May add companion prompts or replace the sampler, and read `sequence.model()`. Caches are
+        opened later, when the request runs.
 
         Raises:
             UnsupportedCombinationError: The method does not work with an option of the request.

@@ -79,7 +79,7 @@ class CustomGenerate(Decoder):
             raise UnsupportedCombinationError("CustomGenerate does not support logprobs")
 
     def decode(self, sequence: Sequence) -> Decoding:
-        model = sequence.kv_cache().pool.model
+        model = sequence.model()
         if not isinstance(model, HuggingFaceModel):
             raise UnsupportedCombinationError(
                 f"CustomGenerate needs a model of transformers, and {model.name} is opened"

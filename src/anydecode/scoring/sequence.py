@@ -347,7 +347,7 @@ class Sequence(SequenceData):
     @property
     def drafts_in_bursts(self) -> bool:
         """Whether the target's backend drafts in multi-step passes (see `multi_step`)."""
-        executor = getattr(self.kv_cache().pool.model, "executor", None)
+        executor = getattr(self.model(), "executor", None)
         return getattr(executor, "drafts_in_bursts", False)
 
     def accept(self, path: Seq[int], tokens: Seq[int], scores: Scores, runner: str = TARGET) -> int:
@@ -407,7 +407,7 @@ class Sequence(SequenceData):
         """`hidden`, plus the layers that the sampler reads of rows that run through all layers."""
         sampler, depth, states = self.sampler, self.num_layers, self.draft_states.get(runner)
         if states is not None and states.has_own:
-            return tuple(sorted({*hidden, self.kv_cache(runner).pool.model.spec.num_layers}))
+            return tuple(sorted({*hidden, self.model(runner).spec.num_layers}))
         if runner != TARGET or (stop is not None and stop < depth):
             return hidden
         if not sampler.capture_layers and not sampler.observes_hidden:

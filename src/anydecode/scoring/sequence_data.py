@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
@@ -65,6 +66,7 @@ class SequenceData:
         noise: Random numbers of this sample.
         stop_checker: Stop rules and the text.
         open_kv_cache: Creates the sequence cache for (runner name, tokens).
+        pool_of: Returns the cache memory of a runner by name.
         companion_prompts: Further prompts that are scored beside this one, for guidance.
         compute_logprobs: Computes the log-probabilities of a token from (logits, token,
             sampler), or None.
@@ -100,6 +102,7 @@ class SequenceData:
     noise: Noise
     stop_checker: StopChecker
     open_kv_cache: Callable[[str, list[int]], SequenceCache]
+    pool_of: Callable[[str], KVPool]
     companion_prompts: list[list[int]] = field(default_factory=list)
     compute_logprobs: Callable[[np.ndarray, int, Sampler], Any] | None = None
     tokens: list[int] = field(default_factory=list)
@@ -145,9 +148,18 @@ class SequenceData:
     def all_tokens(self) -> list[int]:
         return self.prompt + self.tokens
 
+    def model(self, runner: str = TARGET) -> Any:
+        """The model of `runner`."""
+        return self.pool(runner).model
+
+    def pool(self, runner: str = TARGET) -> KVPool:
+        """The memory of the key-value caches in the model of `runner`."""
+        return self.pool_of(runner)
+
     def kv_cache(self, runner: str = TARGET) -> SequenceCache:
         """This sequence's key-value cache in the model of `runner`, created on first use. It may
-        begin with a prefix that an earlier request computed."""
+        begin with a prefix that an earlier request computed. Only once the request runs:
+        `Decoder.prepare` is called before, and what it opened would not be freed."""
         return self._open_kv_caches(runner)[0]
 
     def unscored(self, runner: str = TARGET) -> list[int]:
@@ -183,7 +195,7 @@ class SequenceData:
         temperature, or truncations that it knows."""
         if self.sampler.truncation is None:
             return self.sampler.is_temperature_only
-        executor = getattr(self.kv_cache().pool.model, "executor", None)
+        executor = getattr(self.model(), "executor", None)
         return getattr(executor, "truncates", False)
 
     @property
@@ -243,6 +255,7 @@ class SequenceData:
             noise=self.noise.forked(number) if number else self.noise,
             stop_checker=self.stop_checker,
             open_kv_cache=self.open_kv_cache,
+            pool_of=self.pool_of,
             companion_prompts=self.companion_prompts,
             tokens=list(self.tokens),
             adapter=self.adapter,

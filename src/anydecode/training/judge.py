@@ -259,7 +259,7 @@ class LabelSearch(Labelling):
         """The model's greedy answer that begins with a prefix, and its last state at the end of the
         prefix."""
         kv_cache, depth = sequence.kv_cache(), sequence.num_layers
-        size, state = sequence.kv_cache().pool.model.spec.vocab_size, None
+        size, state = sequence.model().spec.vocab_size, None
         tokens = list(prefix)
         truncate_to_prefix(kv_cache, sequence.prompt + tokens)
         while True:
@@ -291,7 +291,7 @@ class LabelSearch(Labelling):
     ) -> Generator[DecoderAction, Any, list[int]]:
         """The draft model's most probable token in place of each of an answer, from `start` on."""
         kv_cache, before = sequence.kv_cache(DRAFT), len(sequence.prompt) + start - 1
-        size = sequence.kv_cache().pool.model.spec.vocab_size
+        size = sequence.model().spec.vocab_size
         kv_cache.truncate(min(kv_cache.length, before))
         if start == len(answer):
             return []

@@ -97,7 +97,7 @@ def guided_without_spread(self: Dglm, *given: Any) -> tuple[np.ndarray, np.ndarr
 
 def unread_prompt(sequence: Any) -> Any:
     yield from ()
-    return dglm._parts(sequence.kv_cache().pool.model).unconditional
+    return dglm._parts(sequence.model()).unconditional
 
 
 SOFT_PROMPT = SentenceDiffusion.soft_prompt

@@ -79,7 +79,7 @@ def test_certificate_rejects_candidates_with_the_adapter(monkeypatch: Patch) -> 
 
     def draft(self: Any, sequence: Any, masks: Any, size: int) -> Any:
         tree, counts = own(self, sequence, masks, size)
-        index = self.parts(sequence).adapter_of(sequence.kv_cache().pool.model)
+        index = self.parts(sequence).adapter_of(sequence.model())
         tree.adapters = dict.fromkeys(range(len(tree)), index)
         return tree, counts
 

@@ -73,7 +73,7 @@ class PromptBoundaryDecoder(Decoder):
         key: StateKey[CoverState] = StateKey(self.card.key, "cover")
         state = sequence.state.setdefault(key, CoverState())
         if "cover" not in state:
-            size = branch.kv_cache().pool.model.spec.vocab_size
+            size = branch.model().spec.vocab_size
             vocab = vocabulary(tokenizer, size)
             cover_tokens = (yield from self.cover(branch, tail, vocab)) if tail else []
             text = b"".join(vocab.token_bytes[token] for token in cover_tokens)

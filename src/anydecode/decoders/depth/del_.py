@@ -87,7 +87,7 @@ class _Session(DepthSession):
         self.exits = method.exits(self.num_layers)
         self.num_rounds, self.is_observed = 0, True
         self.rates = LayerRates(self.exits, method.memory)
-        self.model: Any = sequence.kv_cache().pool.model
+        self.model: Any = sequence.model()
         self.head = head_cost(self.model) if method.head is None else method.head
         self.chosen = (0, 0)
         self.states: list[dict[int, np.ndarray]] = []  # of the drafts' rows, by layer

@@ -153,7 +153,7 @@ class DuoLlm(Decoder):
             )
         choice = layers_with_choice(sequence.num_layers, self.layers)
         count = len(choice)
-        model = sequence.kv_cache().pool.model
+        model = sequence.model()
         lacks = "MLPs to replace: small MLPs and MLP routers need a transformer"
         if self.small is not None:
             self.small.check(network_of(model, lacks))
@@ -198,7 +198,7 @@ class DuoLlm(Decoder):
     def decode(self, sequence: Sequence) -> Decoding:
         choice = layers_with_choice(sequence.num_layers, self.layers)
         first, count = choice.start, len(choice)
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         eps, routers = model.spec.norm_eps, self._routers_of(model, choice)
         made = Patterns(first, count, self.small, eps)
         route = self._routes.setdefault((first, count), made)

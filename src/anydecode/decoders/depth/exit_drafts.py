@@ -32,7 +32,7 @@ class ExitSession(DepthSession):
     def __init__(self, sequence: Sequence, max_drafts: int) -> None:
         super().__init__(sequence)
         self.max_drafts = max_drafts
-        self.exit = sequence.kv_cache(DRAFT).pool.model.spec.num_layers - 1
+        self.exit = sequence.model(DRAFT).spec.num_layers - 1
         self.plain_layers = (self.exit,)
         self._unread = np.empty((0, 0), np.float32)  # states that the trained layer has not read
 

@@ -26,7 +26,7 @@ class _Session(DepthSession):
     def __init__(self, sequence: Sequence, max_drafts: int, accelerators: Accelerators) -> None:
         super().__init__(sequence)
         self.max_drafts, self.accelerators = max_drafts, accelerators
-        self.model: Any = sequence.kv_cache().pool.model
+        self.model: Any = sequence.model()
         layers = accelerators.layers
         self.first, self.exit = layers[0], layers[-1] + 1
 
@@ -132,14 +132,14 @@ class M2R2(SelfSpeculative):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        check_float(sequence.kv_cache())
-        model: Any = sequence.kv_cache().pool.model
+        check_float(sequence.pool())
+        model: Any = sequence.model()
         found = self._accelerators(model)
         found.check(network_of(model, "layers to accelerate: m2r2 needs a transformer"))
         self.check_exit(sequence, found.layers[-1] + 1)
 
     def open(self, sequence: Sequence) -> DepthSession:
-        accelerators = self._accelerators(sequence.kv_cache().pool.model)
+        accelerators = self._accelerators(sequence.model())
         return _Session(sequence, self.max_drafts, accelerators)
 
     def _accelerators(self, model: Any) -> Accelerators:

@@ -28,7 +28,7 @@ class _Session(DepthSession):
     def __init__(self, sequence: Sequence, method: SpecBound) -> None:
         super().__init__(sequence)
         self.method, self.exits = method, method.exits(sequence.num_layers)
-        self.model: Any = sequence.kv_cache().pool.model
+        self.model: Any = sequence.model()
         self.is_last_read = False  # whether the last draft has run, and left at no exit
 
     def size(self) -> int:
@@ -177,7 +177,7 @@ class SpecBound(SelfSpeculative):
                 f" that there is one from 1 to {num_layers - 1}"
             )
         if self.heads is not None:
-            self._check_heads(self.heads, sequence.kv_cache().pool.model, exits)
+            self._check_heads(self.heads, sequence.model(), exits)
 
     @staticmethod
     def _check_heads(heads: ExitHeads, model: Any, exits: list[int]) -> None:

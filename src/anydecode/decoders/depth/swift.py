@@ -109,7 +109,7 @@ class _Session(DraftSession):
     def _draft(self, size: int) -> Proposal:
         """Draft a chain, with further tokens at each of its levels."""
         sequence, tree, parent = self.sequence, TokenTree(kind="wor"), ROOT
-        vocab_size = sequence.kv_cache().pool.model.spec.vocab_size
+        vocab_size = sequence.model().spec.vocab_size
         sampler, variant = sequence.sampler.fork(), self.search.parts(self.search.best)
         (token,) = sequence.unscored()
         with _branch(sequence) as branch:

@@ -47,7 +47,7 @@ class TrainedRoutes(FewerLayers):
         Raises:
             AnydecodeError: Nothing was trained for the model, or it has no layers of its own.
         """
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         trained = getattr(model, self.part, None) if self._own is None else self._own
         key = self.card.key
         if trained is None:

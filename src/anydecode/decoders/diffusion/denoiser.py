@@ -101,7 +101,7 @@ class Denoiser(Decoder):
             raise InvalidRequestError(
                 "this model's files name no mask token: open it with mask=TOKEN_ID (--mask)"
             )
-        vocab_size = sequence.kv_cache().pool.model.spec.vocab_size
+        vocab_size = sequence.model().spec.vocab_size
         has_none = mask == -1 and not self.needs_mask
         if not has_none and not 0 <= mask < vocab_size:
             raise InvalidRequestError(
@@ -234,7 +234,7 @@ class Denoiser(Decoder):
     def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
         """Tokens that are never predicted, beside the mask token: those that edit a canvas, which
         are no text."""
-        spec = sequence.kv_cache().pool.model.spec
+        spec = sequence.model().spec
         tokens = (*(spec.edit_tokens or ()), spec.expand_token)
         return tuple(token for token in tokens if token is not None)
 
@@ -354,7 +354,7 @@ class Denoiser(Decoder):
     ) -> None:
         """Give the spans of a pass its time, for models that read it; the last `num_canvases` are
         those of the canvas. Finished blocks and a causal context are at time 0."""
-        reads = sequence.kv_cache().pool.model.spec.time
+        reads = sequence.model().spec.time
         if reads is not None:
             first = len(spans) - num_canvases if canvas.has_causal_context else 0
             for span in spans[first:]:
@@ -375,7 +375,7 @@ class Denoiser(Decoder):
         if canvas is None:
             mask = self.mask_token(sequence)
             assert mask is not None
-            pool = sequence.kv_cache().pool
+            pool = sequence.pool()
             spec = pool.model.spec
             starts_at_prompt_end = spec.has_causal_context or spec.has_prompt_block
             canvas = Canvas(

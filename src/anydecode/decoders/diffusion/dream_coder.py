@@ -44,7 +44,7 @@ class VariableInfilling(Denoiser):
         """The given one, else the model's."""
         if self.expand is not None:
             return self.expand
-        token: int | None = sequence.kv_cache().pool.model.spec.expand_token
+        token: int | None = sequence.model().spec.expand_token
         return token
 
     def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:

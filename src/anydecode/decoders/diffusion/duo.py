@@ -77,7 +77,7 @@ class Duo(UniformDenoiser):
         positions: np.ndarray,
         is_last: bool,
     ) -> tuple[np.ndarray, bool]:
-        spec = sequence.kv_cache().pool.model.spec
+        spec = sequence.model().spec
         size = spec.num_noise_tokens or len(predictions.logits(positions[0]))
         mask = canvas.mask if canvas.mask < size else -1
         num_tokens = size - (mask >= 0)

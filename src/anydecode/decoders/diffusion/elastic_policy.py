@@ -51,7 +51,7 @@ class ElasticCachePolicy(CachePolicy):
 
     def begin(self, canvas: Canvas, kv_cache: SequenceCache) -> None:
         model = kv_cache.pool.model
-        check_float(kv_cache)
+        check_float(kv_cache.pool)
         if not isinstance(kv_cache.pool.cache.keys[0], np.ndarray):
             raise UnsupportedCombinationError(
                 "an elastic cache needs a key-value cache in CPU memory, as it reads attention"
@@ -220,7 +220,7 @@ class ElasticCachePolicy(CachePolicy):
     ) -> Scores:
         """The logits of the masks, from the states after the last layer."""
         rows = masks - canvas.logit_shift
-        logits = sequence.kv_cache().pool.model.head(states[rows])
+        logits = sequence.model().head(states[rows])
         tokens = canvas.tokens[rows].tolist()
         score = ScoreRequest(sequence, TARGET, [], masks, [ROOT] * len(masks), tokens)
         return Scores(score, logits, {}, [])

@@ -120,7 +120,7 @@ class Interpolating(RevisingDenoiser):
     def _uniform(self, sequence: Sequence) -> float:
         if self.uniform is not None:
             return self.uniform
-        time = sequence.kv_cache().pool.model.spec.time
+        time = sequence.model().spec.time
         return UNIFORM if time is None else time.uniform
 
     def _correct(

@@ -145,9 +145,7 @@ class FilterDenoiser(Denoiser):
         super().prepare(sequence)
         mask = self.mask_token(sequence)
         assert mask is not None and isinstance(self.unmask, FilterUnmasking)
-        if not is_same_model(
-            self.unmask.filter.model, model_facts(sequence.kv_cache().pool.model, mask)
-        ):
+        if not is_same_model(self.unmask.filter.model, model_facts(sequence.model(), mask)):
             raise InvalidRequestError(
                 "this filter was trained for another model: train one for this model with"
                 " `anydecode train filter --model MODEL`, and give it as filter=FILE"

@@ -64,7 +64,7 @@ class LevenshteinEditing(RevisingDenoiser):
 
     def controls(self, sequence: Sequence) -> tuple[int | None, int | None]:
         """The tokens that remove a position and that put a mask before one."""
-        delete, split = sequence.kv_cache().pool.model.spec.edit_tokens or (None, None)
+        delete, split = sequence.model().spec.edit_tokens or (None, None)
         return (
             delete if self.delete is None else self.delete,
             split if self.split is None else self.split,
@@ -74,7 +74,7 @@ class LevenshteinEditing(RevisingDenoiser):
         super().prepare(sequence)
         delete, split = self.controls(sequence)
         controls, mask = _tokens(delete, split), self.mask_token(sequence)
-        size = sequence.kv_cache().pool.model.spec.vocab_size
+        size = sequence.model().spec.vocab_size
         if controls and max(controls) >= size:
             raise InvalidRequestError(
                 f"delete={delete}, split={split} must be below the vocabulary size {size}"

@@ -79,7 +79,7 @@ class LatentDenoiser(Denoiser):
         beliefs = canvas.policy_state.get("beliefs") if canvas.block is not None else None
         if not beliefs:
             return None
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         inputs: np.ndarray = model.embed(canvas.tokens[positions])
         for row, position in enumerate(positions.tolist()):
             if position in beliefs and canvas.tokens[position] == canvas.mask:

@@ -51,9 +51,7 @@ class PathPlanning(RevisingDenoiser):
         super().prepare(sequence)
         if not self.has_planner:
             return
-        sizes = [
-            sequence.kv_cache(runner).pool.model.spec.vocab_size for runner in ("target", DRAFT)
-        ]
+        sizes = [sequence.model(runner).spec.vocab_size for runner in ("target", DRAFT)]
         if sizes[0] != sizes[1]:
             raise InvalidRequestError(
                 f"a planner needs the vocabulary of the model: it has {sizes[1]} tokens, the model"

@@ -50,10 +50,10 @@ class SelfReflection(RevisingDenoiser):
     def captured_layers(self, sequence: Sequence) -> tuple[int, ...]:
         if not self._reads_confidences(sequence):
             return ()
-        return (sequence.kv_cache().pool.model.spec.num_layers,)
+        return (sequence.model().spec.num_layers,)
 
     def _reads_confidences(self, sequence: Sequence) -> bool:
-        has_confidences = getattr(sequence.kv_cache().pool.model, "has_confidences", False)
+        has_confidences = getattr(sequence.model(), "has_confidences", False)
         return bool(has_confidences) and self.rank != "logit"
 
     def revise(self, sequence: Sequence, canvas: Canvas, predictions: Predictions) -> None:
@@ -61,7 +61,7 @@ class SelfReflection(RevisingDenoiser):
         was_masked = canvas.committed[positions] == MASKED
         tokens = np.where(was_masked, predictions.tokens(positions), canvas.tokens[positions])
         if self._reads_confidences(sequence):
-            model: Any = sequence.kv_cache().pool.model
+            model: Any = sequence.model()
             rows = np.searchsorted(predictions.positions, positions)
             ranks = model.confidences(predictions.scores.hidden[model.spec.num_layers][rows])
         else:

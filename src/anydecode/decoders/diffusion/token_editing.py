@@ -45,7 +45,7 @@ class TokenEditing(RevisingDenoiser):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        if self.revisit and sequence.kv_cache().pool.model.spec.has_causal_context:
+        if self.revisit and sequence.model().spec.has_causal_context:
             raise UnsupportedCombinationError(
                 "revisit needs a model whose finished blocks are seen as they were filled; before"
                 " the open block, rows of this model see earlier positions only"

@@ -45,7 +45,7 @@ class UniformDenoiser(Denoiser):
         return -1 if mask is None else mask
 
     def banned(self, sequence: Sequence, canvas: Canvas) -> tuple[int, ...]:
-        spec = sequence.kv_cache().pool.model.spec
+        spec = sequence.model().spec
         unused = range(spec.num_noise_tokens or spec.vocab_size, spec.vocab_size)
         return (*super().banned(sequence, canvas), *unused)
 
@@ -82,7 +82,7 @@ class UniformDenoiser(Denoiser):
     def embeddings(
         self, sequence: Sequence, canvas: Canvas, positions: np.ndarray
     ) -> np.ndarray | None:
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         if not model.spec.has_canvas:
             return None
         expected = None
@@ -96,7 +96,7 @@ class UniformDenoiser(Denoiser):
     ) -> None:
         """Remember, for the next pass over the block, the distributions that were predicted for
         `positions`, float `[vocab_size]` each. Other positions are known with certainty."""
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         if not model.spec.has_canvas:
             return
         assert canvas.block is not None
@@ -124,7 +124,7 @@ class UniformDenoiser(Denoiser):
         self, sequence: Sequence, canvas: Canvas, position: int, coin: int = _LATER_COIN
     ) -> int:
         """A random token for `position`, by the noise of the position and step."""
-        spec = sequence.kv_cache().pool.model.spec
+        spec = sequence.model().spec
         size = spec.num_noise_tokens or spec.vocab_size
         has_mask = 0 <= canvas.mask < size
         drawn = sequence.noise.with_purpose("unmask").coin(position, canvas.step, coin)

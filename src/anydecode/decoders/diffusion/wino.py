@@ -80,7 +80,7 @@ class Revoking(BlockwiseDenoiser):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        if sequence.kv_cache().pool.model.spec.logit_shift:
+        if sequence.model().spec.logit_shift:
             raise UnsupportedCombinationError(
                 "wino needs a diffusion model without shifted logits: a row must predict its own"
                 " position"

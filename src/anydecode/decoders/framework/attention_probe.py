@@ -13,7 +13,7 @@ from anydecode.kernels.cache import CACHE_FORMATS
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.host import select
 from anydecode.kernels.interface import KeyValues
-from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.memory.pool import KVPool
 from anydecode.models.network import Network
 
 
@@ -101,9 +101,9 @@ def _readable_network(model: Any) -> Network:
     return load_network(load_checkpoint(path), model.dtype)
 
 
-def check_float(kv_cache: SequenceCache) -> None:
+def check_float(pool: KVPool) -> None:
     """Raise `UnsupportedCombinationError` if keys and values are not stored as float numbers."""
-    if CACHE_FORMATS.get(kv_cache.pool.cache.format) not in DTYPES:
+    if CACHE_FORMATS.get(pool.cache.format) not in DTYPES:
         raise UnsupportedCombinationError(
             "this method needs a key-value cache of float numbers, not a quantized one"
         )

@@ -78,7 +78,7 @@ class ByteReader:
         self.runner = runner
         self.branch = sequence.fork()
         self.restart(trunk)
-        spec = self.branch.kv_cache(runner).pool.model.spec
+        spec = self.branch.model(runner).spec
         self.tokens = ByteVocabulary(sequence.tokenizers[runner], spec.vocab_size)
 
     def restart(self, trunk: Seq[int]) -> None:

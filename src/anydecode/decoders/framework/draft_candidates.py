@@ -105,7 +105,7 @@ def draft_distribution(sampler: Sampler, row: np.ndarray) -> Distribution:
 def fit_vocab(sequence: Sequence, row: np.ndarray) -> np.ndarray:
     """Truncate a draft model's row, float32, to the target's vocabulary size, or pad it with -inf.
     Models with the same tokenizer may pad their vocabularies to different sizes."""
-    size = sequence.kv_cache().pool.model.spec.vocab_size
+    size = sequence.model().spec.vocab_size
     if len(row) >= size:
         return row[:size]
     padded = np.full(size, -np.inf, np.float32)

@@ -60,5 +60,5 @@ def shares_device(sequence: Sequence) -> bool:
 
 
 def _device(sequence: Sequence, runner: str) -> str:
-    executor = getattr(sequence.kv_cache(runner).pool.model, "executor", None)
+    executor = getattr(sequence.model(runner), "executor", None)
     return str(getattr(executor, "device", "cpu"))

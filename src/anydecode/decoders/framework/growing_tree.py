@@ -55,7 +55,7 @@ class GrowingTree:
     def num_heads(self) -> int | None:
         """The number of levels that a draft model with one head per level can draft; None for
         another one."""
-        states = self.sequence.kv_cache(self.runner).pool.model.spec.states
+        states = self.sequence.model(self.runner).spec.states
         return None if states is None or not states.num_heads else states.num_heads
 
     def start(self, chain: Seq[int] = ()) -> Generator[DecoderAction, Any, None]:
@@ -129,7 +129,7 @@ class GrowingTree:
         ]
         tree.confidence = sum(tops) / len(tops) if tops else None
         if has_probabilities:
-            size = self.sequence.kv_cache().pool.model.spec.vocab_size
+            size = self.sequence.model().spec.vocab_size
             tree.probabilities = {
                 positions[node]: candidates.dense(size)
                 for node, candidates in self.candidates.items()

@@ -52,7 +52,7 @@ class JudgeAcceptance(StepAcceptance):
         self.reads_probabilities = self.standard.reads_probabilities
 
     def prepare(self, sequence: Sequence) -> None:
-        judge, model = self.judge(sequence), sequence.kv_cache().pool.model
+        judge, model = self.judge(sequence), sequence.model()
         judge.check(network_of(model, "states for a judge, which needs a transformer"))
         if sequence.adapter >= 0:
             raise UnsupportedCombinationError(
@@ -63,7 +63,7 @@ class JudgeAcceptance(StepAcceptance):
                 raise UnsupportedCombinationError(
                     "this judge reads a draft model's states too: LLM(..., draft=...)"
                 )
-            draft = sequence.kv_cache(DRAFT).pool.model
+            draft = sequence.model(DRAFT)
             judge.check_draft(network_of(draft, "states for a judge, which needs a transformer"))
 
     def reads_draft_states(self, sequence: Sequence) -> bool:
@@ -71,7 +71,7 @@ class JudgeAcceptance(StepAcceptance):
 
     def judge(self, sequence: SequenceData) -> Judge:
         """The judge. Raises `UnsupportedCombinationError` if there is none."""
-        model = sequence.kv_cache().pool.model
+        model = sequence.model()
         found: Judge | None = self._judge or getattr(model, "judge", None)
         if found is None:
             raise UnsupportedCombinationError(

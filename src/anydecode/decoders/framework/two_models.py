@@ -34,7 +34,7 @@ def next_row(sequence: Sequence, runner: str) -> Generator[DecoderAction, Action
     scores = yield sequence.score(runner=runner)
     row: np.ndarray = scores.row(-1)
     if runner != TARGET:
-        size = sequence.kv_cache().pool.model.spec.vocab_size
+        size = sequence.model().spec.vocab_size
         row = fitted(row, size, missing=-np.inf)
     return row
 

@@ -171,9 +171,8 @@ class Dglm(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
             raise UnsupportedCombinationError("dglm does not work with a second prompt")
-        pool = sequence.kv_cache().pool
-        model: Any = pool.model
-        encoder: Any = sequence.kv_cache(DRAFT).pool.model
+        model: Any = sequence.model()
+        encoder: Any = sequence.model(DRAFT)
         parts = _parts(model)
         parts.check(model.network)
         if not encoder.spec.is_encoder:
@@ -192,7 +191,7 @@ class Dglm(Decoder):
                     f" for embeddings of {expected}: use the encoder that it was trained with"
                 )
         num_rows = parts.num_rows(model.spec.hidden_size)
-        longest = min(model.spec.max_positions, pool.num_slots)
+        longest = min(model.spec.max_positions, sequence.pool().num_slots)
         if sequence.length + num_rows + sequence.remaining > longest:
             raise ContextLengthError(
                 f"dglm adds {num_rows} positions to the prompt of {len(sequence.prompt)} tokens and"
@@ -201,7 +200,7 @@ class Dglm(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        model: Any = sequence.kv_cache().pool.model
+        model: Any = sequence.model()
         parts = _parts(model)
         if _STATE not in sequence.state:
             context = yield from _prompt_embedding(sequence)
@@ -345,8 +344,8 @@ def _prompt_embedding(
     sequence: Sequence,
 ) -> Generator[DecoderAction, ActionResult, np.ndarray]:
     """The normed embedding of the prompt, float64 `[embedding_size]`."""
-    encoder: Any = sequence.kv_cache(DRAFT).pool.model
-    parts = _parts(sequence.kv_cache().pool.model)
+    encoder: Any = sequence.model(DRAFT)
+    parts = _parts(sequence.model())
     pooling = encoder.pooling or Pooling()
     text = pooling.prompt(None) + sequence.tokenizers[TARGET].decode(sequence.prompt)
     longest = encoder.spec.max_positions

@@ -91,7 +91,7 @@ class Gear(Prefilled):
                 boundary += self.buffer
 
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
-        check_float(kv_cache)
+        check_float(kv_cache.pool)
         layers = kv_cache.pool.model.spec.layers
         has_others = any(layer.latent is not None or layer.indexer is not None for layer in layers)
         if has_others or any(not values.shape[-1] for values in kv_cache.pool.cache.values):

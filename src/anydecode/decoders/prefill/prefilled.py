@@ -215,7 +215,7 @@ def compact(kv_cache: SequenceCache, start: int, kept_positions: list[np.ndarray
 
 def check_compressible(kv_cache: SequenceCache) -> None:
     """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
-    check_float(kv_cache)
+    check_float(kv_cache.pool)
     layers = kv_cache.pool.model.spec.layers
     shapes = [layer.attention for layer in layers if layer.attention is not None]
     # Keys move to the slots of other positions.

@@ -439,7 +439,7 @@ class _Leaf:
 
     def embedding(self, tokens: list[int]) -> np.ndarray:
         """The direction of the mean embedding of `tokens`, float64 `[hidden_size]`."""
-        embed = getattr(self.sequence.kv_cache().pool.model, "embed", None)
+        embed = getattr(self.sequence.model(), "embed", None)
         if embed is None:
             raise UnsupportedCombinationError("rain needs a model whose embeddings can be read")
         mean = np.asarray(embed(np.array(tokens)), np.float64).mean(axis=0)

@@ -236,7 +236,7 @@ class Superposed(Decoder):
     @staticmethod
     def _mixed(sequence: Sequence, live: list[Draft]) -> np.ndarray:
         """The mean embedding of the last tokens, float32 `[hidden_size]`."""
-        embed = getattr(sequence.kv_cache().pool.model, "embed", None)
+        embed = getattr(sequence.model(), "embed", None)
         if embed is None:
             raise UnsupportedCombinationError(
                 "superposed needs a model whose embeddings can be read"

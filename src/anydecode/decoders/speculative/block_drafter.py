@@ -24,7 +24,7 @@ class _Session(DraftSession):
     def propose(self, size: int) -> Proposal:
         if size < 1:
             return TokenTree()
-        drafter, spec = self.drafter, self.sequence.kv_cache(DRAFT).pool.model.spec
+        drafter, spec = self.drafter, self.sequence.model(DRAFT).spec
         block: Any = spec.block
         scores = yield score_block(self.sequence, block, min(size, block.max_drafts))
         is_chain, has_noise = not drafter.tree, drafter.has_noise

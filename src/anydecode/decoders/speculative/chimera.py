@@ -40,7 +40,7 @@ class ChimeraTree(GrowingTree):
     def start(self, chain: Seq[int] = ()) -> Generator[DecoderAction, Any, None]:
         sequence = self.sequence
         sequence.align(self.runner)
-        self._model: Any = sequence.kv_cache(self.runner).pool.model
+        self._model: Any = sequence.model(self.runner)
         spans = sequence.store_context(self.runner)
         self._state = sequence.draft_states[self.runner].known(sequence.length - 2)
         self._outputs: dict[int, np.ndarray] = {}  # by the node that the trigram ends with
@@ -109,7 +109,7 @@ class ChimeraDrafter(EagleDrafter):
     requirements = Requirements(runners=(DRAFT,), reads_states=True, drafts_trigrams=True)
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:
-        spec = sequence.kv_cache(self.runner).pool.model.spec
+        spec = sequence.model(self.runner).spec
         tree = ChimeraTree if spec.architecture == CHIMERA else GrowingTree
         return tree(sequence, self.runner, self.noise)
 

@@ -149,7 +149,7 @@ class BlockTree:
         self.is_chain = is_chain
         self.threshold = threshold
         self.has_noise = has_noise
-        model: Any = sequence.kv_cache(DRAFT).pool.model
+        model: Any = sequence.model(DRAFT)
         self._heads = model.slot_heads
         self._head_tokens: Any = slice(None) if model.head_tokens is None else model.head_tokens
         self._has_confidence = self._heads is not None and self._heads.has_confidence

@@ -79,7 +79,7 @@ def draft_chain(
     tokens = sequence.all_tokens + prefix
     drafts: list[int] = []
     path_probability = 1.0
-    draft_spec, target_spec = (sequence.kv_cache(name).pool.model.spec for name in (runner, TARGET))
+    draft_spec, target_spec = (sequence.model(name).spec for name in (runner, TARGET))
     needs_rows = (
         distributions is not None
         or should_stop is not None

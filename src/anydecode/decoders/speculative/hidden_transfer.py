@@ -43,13 +43,13 @@ class TransferDrafter(PlannedDrafter):
         self._maps = maps
 
     def prepare(self, sequence: Sequence) -> None:
-        maps, model = self.maps(sequence), sequence.kv_cache().pool.model
+        maps, model = self.maps(sequence), sequence.model()
         lacks = "layers to start from: hidden-transfer needs a transformer"
         maps.check(network_of(model, lacks))
 
     def maps(self, sequence: Sequence) -> HiddenTransfer:
         """The maps. Raises `UnsupportedCombinationError` if there are none."""
-        model = sequence.kv_cache().pool.model
+        model = sequence.model()
         found: HiddenTransfer | None = self._maps or getattr(model, "hidden_transfer", None)
         if found is None:
             raise UnsupportedCombinationError(

@@ -76,7 +76,7 @@ class Jacobi(Decoder):
         self.acceptance = logit_rule(acceptance, "jacobi")
 
     def prepare(self, sequence: Sequence) -> None:
-        size = sequence.kv_cache().pool.model.spec.vocab_size
+        size = sequence.model().spec.vocab_size
         if self.pad is not None and not 0 <= self.pad < size:
             raise InvalidRequestError(
                 f"pad={self.pad} is not a token: the model has {size} tokens, from 0"

@@ -97,7 +97,7 @@ class _WindowSession(TreeSession):
     def propose(self, size: int) -> Proposal:
         sequence, drafter = self.sequence, self.window_drafter
         sequence.align(drafter.runner)
-        is_long = sequence.kv_cache(drafter.runner).pool.model.spec.states is None
+        is_long = sequence.model(drafter.runner).spec.states is None
         while is_long and len(unscored := sequence.unscored(drafter.runner)) > drafter.window:
             yield sequence.score(unscored[: drafter.window], runner=drafter.runner)
             drafter.evict(sequence.kv_cache(drafter.runner))

@@ -109,7 +109,7 @@ class FutureDrafter(SpaceDrafter):
 
 
 def _model(sequence: Sequence) -> Any:
-    return sequence.kv_cache().pool.model
+    return sequence.model()
 
 
 @register(

@@ -89,8 +89,8 @@ class OnlineDrafter(Drafter):
     def trains_weights(self, sequence: Sequence) -> bool:
         """Whether the draft model's own weights are trained: not in the namespaces of a server,
         since all share the draft model, and not if it is the target itself."""
-        model = sequence.kv_cache(DRAFT).pool.model
-        if self.choice == "correction" or model is sequence.kv_cache().pool.model:
+        model = sequence.model(DRAFT)
+        if self.choice == "correction" or model is sequence.model():
             return False
         if sequence.namespace is not None or not can_train(model):
             return False
@@ -194,7 +194,7 @@ class _Session(DraftSession):
             )
         if round.sequence.finished:
             trains_weights = self.drafter.trains_weights(round.sequence)
-            model: Any = round.sequence.kv_cache(DRAFT).pool.model
+            model: Any = round.sequence.model(DRAFT)
             self.drafter.train(model if trains_weights else None)
 
 

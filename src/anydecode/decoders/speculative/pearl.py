@@ -93,7 +93,7 @@ class Pearl(Decoder):
         pass_seconds = sequence.cost_model.seconds(1 + DEFAULT_SIZE, sequence.length)
         ratio = pass_seconds / max(self._seconds_per_draft, 1e-9)
         # A round needs positions for its drafts and for those of the next one.
-        pools = (sequence.kv_cache(runner).pool for runner in (TARGET, DRAFT))
+        pools = (sequence.pool(runner) for runner in (TARGET, DRAFT))
         room = min(pool.num_slots for pool in pools) - sequence.length
         return max(1, min(round(ratio), MAX_SIZE, room // 2 - 1))
 

@@ -243,7 +243,7 @@ class PromptDrafter(PlannedDrafter):
         if self.prompts is None:
             super().prepare(sequence)
             return
-        width = sequence.kv_cache().pool.model.spec.hidden_size
+        width = sequence.model().spec.hidden_size
         if self.prompts.embeddings.shape[1] != width:
             raise InvalidRequestError(
                 f"the prompt tokens have {self.prompts.embeddings.shape[1]} numbers each, and the"

@@ -80,7 +80,7 @@ class _Session(DraftSession):
         """The row of the first exit whose confidence is high enough. The choice depends on the
         distribution alone, not on the token sampled from it."""
         sequence = self.sequence
-        depth = sequence.kv_cache(DRAFT).pool.model.spec.num_layers
+        depth = sequence.model(DRAFT).spec.num_layers
         exits = self.drafter.layers(depth)
         if not exits:
             scores = yield sequence.score([token], runner=DRAFT)

@@ -216,7 +216,7 @@ class Saguaro(Decoder):
         if self.discount < 1:
             candidates = reshaped(candidates, self.fans[number], self.discount)
         if rows is not None:
-            rows.append(candidates.dense(growing.sequence.kv_cache().pool.model.spec.vocab_size))
+            rows.append(candidates.dense(growing.sequence.model().spec.vocab_size))
         return int(candidates.tokens[0])
 
     def _prepare(

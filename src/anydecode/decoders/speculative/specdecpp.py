@@ -96,7 +96,7 @@ class ThresholdDrafter(Drafter):
         self.rule = rule
 
     def prepare(self, sequence: Sequence) -> None:
-        model, target = (sequence.kv_cache(name).pool.model for name in (DRAFT, TARGET))
+        model, target = (sequence.model(name) for name in (DRAFT, TARGET))
         stored: AcceptanceWeights | None = getattr(model, "acceptance_head", None)
         if stored is not None:
             lacks = "states for an acceptance head, which needs a transformer"
@@ -127,7 +127,7 @@ class _Session(DraftSession):
         drafter = self.drafter
         self.sequence.align(DRAFT)
         distributions = distribution_list(drafter.rule)
-        model: Any = self.sequence.kv_cache(DRAFT).pool.model
+        model: Any = self.sequence.model(DRAFT)
         online, self._states = drafter.online, []
         reads = getattr(model, "has_hidden", True) and (online.rate > 0 or online.head is not None)
         stop = StopThreshold(

@@ -160,7 +160,7 @@ class _Session(TextDraftSession):
         return ordered
 
     def _dense(self, row: dict[int, float]) -> np.ndarray:
-        dense = np.zeros(self.sequence.kv_cache().pool.model.spec.vocab_size)
+        dense = np.zeros(self.sequence.model().spec.vocab_size)
         dense[list(row)] = list(row.values())
         dense /= dense.sum()
         return dense

@@ -143,6 +143,6 @@ class STree(Speculative):
     def budget(self, sequence: Sequence) -> DraftBudget:
         replay = self.replay
         if replay is None:
-            replay = replay_cost(sequence.kv_cache().pool.model)
+            replay = replay_cost(sequence.model())
         is_token_exact = isinstance(self.acceptance, TokenExact)
         return ReplayBudget(self.size, replay, None if is_token_exact else DEFAULT_ROW_COST)

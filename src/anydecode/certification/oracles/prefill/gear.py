@@ -143,7 +143,7 @@ def _steps(prompt: str, length: int) -> list[_Step]:
                 action = inner.send(answer)
             except StopIteration:
                 return
-            pool, kv_cache = sequence.kv_cache().pool, sequence.kv_cache()
+            pool, kv_cache = sequence.pool(), sequence.kv_cache()
             if steps:
                 steps[-1].kept, steps[-1].num_slots = kv_cache.table.copy(), pool.num_used
             begun.clear()
