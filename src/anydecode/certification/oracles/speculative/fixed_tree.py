@@ -6,8 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.draft_trees import (
+    DRAFT,
+    PROMPTS,
+    TARGET,
+    Path,
+    compare_trees,
+    draft_row,
+)
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
+from anydecode.certification.rounds import rounds, scripted
 
 #: The default shape: the ranks on the path to each node.
 SHAPE = "0 1 2 00 01 10 000 001 010 0000 0001 00000"
@@ -28,4 +36,10 @@ def fixed_tree() -> Iterator[Check]:
         return tree
 
     yield from compare_trees("fixed-tree", oracle)
+    key = "fixed-tree:acceptance=rejection"
+    with scripted(TARGET, DRAFT) as llm:
+        trace = [one for prompt in PROMPTS for one in rounds(llm, key, prompt, 24, temperature=0.8)]
+    # The most probable tokens are those at temperature 0.
+    wrong = sum(one.paths != oracle(one.text, 0.0) for one in trace)
+    yield Check(f"{key} drafts the most probable tokens", wrong == 0, f"{wrong} of {len(trace)}")
     yield from rejection_checks("fixed-tree")

@@ -7,6 +7,7 @@ from typing import Any
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check
+from anydecode.certification.oracles.speculative.draft_chains import chain_oracle
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.oracles.speculative.recording_model import RecordingModel
 from anydecode.certification.rounds import VOCABULARY, blurred, scripted
@@ -14,8 +15,8 @@ from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 
 
 def ragged_batch(key: str) -> Iterator[Check]:
-    """Rows of a batch accept different numbers of drafts, outputs equal those of each row alone,
-    and no slot is copied between passes."""
+    """Rows of a batch accept different numbers of drafts, which are those of the draft model alone,
+    outputs equal those of each row alone, and no slot is copied between passes."""
     prompts = ["abcabcabd", "the cab had a bad cab", "h", "daddaddad"]
     options: dict[str, Any] = {
         "decoder": key,
@@ -23,16 +24,28 @@ def ragged_batch(key: str) -> Iterator[Check]:
         "ignore_eos": True,
         "trace": True,
         "seed": 1,
+        "temperature": 0.0,
     }
-    with scripted(TARGET, blurred(TARGET, error=0.6)) as llm:
+    drafting = blurred(TARGET, error=0.6)
+    with scripted(TARGET, drafting) as llm:
         alone = [llm.generate(prompt, **options) for prompt in prompts]
     target = RecordingModel(TARGET, vocab_size=VOCABULARY)
-    draft = ScriptedModel(blurred(TARGET, error=0.6), vocab_size=VOCABULARY)
+    draft = ScriptedModel(drafting, vocab_size=VOCABULARY)
     with LLM(
         target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=2048, drafting="fixed"
     ) as llm:
         batch = llm.generate(prompts, **options)
+        texts = [
+            llm.encode(prompt) + one.tokens for prompt, one in zip(prompts, batch, strict=True)
+        ]
         llm.engine.check_integrity()
+    wrong = 0
+    for text, answer in zip(texts, batch, strict=True):
+        for entry in answer.trace or ():
+            at, drafts = entry["position"], entry["drafted"]
+            wrong += drafts != chain_oracle(text[:at], len(drafts), 0.0, drafting)
+            wrong += len(drafts) != 5 and at + 5 < len(text)
+    yield Check("drafts are those of the draft model alone", wrong == 0, f"{wrong} differ")
     yield Check(
         "outputs equal each row alone", [a.tokens for a in batch] == [a.tokens for a in alone]
     )
