@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
@@ -232,7 +232,11 @@ def claim(
 ) -> Iterator[Check]:
     """Checks of the card's exactness: equality with plain decoding if the card says token-exact (at
     temperature 0 only: greedy-exact), a chi-square test if it says distribution-exact. For every
-    card: batched and restarted runs are equal to the run alone."""
+    card: batched and restarted runs are equal to the run alone. A method whose drafts are limited
+    beside other requests is also tested on the default policy, with costs at which drafts pay."""
+    from anydecode.certification.oracles.speculative.company import company_checks
+    from anydecode.certification.oracles.speculative.draft_chains import RecordedDrafts
+
     method = make()
     needs = method.requirements
     where = "model"
@@ -260,8 +264,9 @@ def claim(
                     f"equals plain decoding, {where}, T={temperature}", alone, expected
                 )
         with open_llm() as llm:
-            decoder = make()
-            batch = llm.generate(list(PROMPTS), decoder=decoder, **options)
+            unlimited = RecordedDrafts()
+            llm.resources = replace(llm.resources, draft_policy=unlimited)
+            batch = llm.generate(list(PROMPTS), decoder=make(), **options)
             yield equal_tokens(
                 f"batched equals alone, {where}, T={temperature}",
                 [b.tokens for b in batch],
@@ -275,6 +280,9 @@ def claim(
                 alone,
             )
             llm.engine.check_integrity()
+        if any(num_drafts for num_drafts, _ in unlimited.rounds):
+            name = f"{where}, T={temperature}"
+            yield from company_checks(name, open_llm, make(), PROMPTS, alone, **options)
 
 
 def distribution_claim(card: Card, make: Callable[[], Decoder]) -> Iterator[Check]:

@@ -234,7 +234,20 @@ MTP_LAYOUTS = {
         "model.mtp_layers.0.", "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm",
         "input_proj", "final_layernorm",
     ),
+    "mimo v2": (
+        "model.mtp.layers.0.", "model.mtp.layers.0.", "enorm", "hnorm", "eh_proj",
+        "final_layernorm",
+    ),
+    "longcat": (
+        "model.mtp.layers.0.", "model.mtp.", "layers.0.enorm.m", "layers.0.hnorm.m",
+        "layers.0.eh_proj", "norm",
+    ),
 }  # fmt: skip
+#: Parts of a layer that have other names in a layout.
+MTP_PARTS = {
+    "mimo v2": {"post_attention_layernorm": "pre_mlp_layernorm"},
+    "longcat": {"mlp": "transformer_layer.mlp"},
+}
 
 
 def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> Checkpoint:
@@ -247,9 +260,17 @@ def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> 
         f"{module}{projection}.weight": np.hstack(parts[::-1] if layout == "mimo" else parts),
         **layer_tensors(layer.rstrip("."), hidden, hidden, matrix),
     }
+    for part, other in MTP_PARTS.get(layout, {}).items():
+        own = f"{layer}{part}."
+        for name in [one for one in tensors if one.startswith(own)]:
+            tensors[f"{layer}{other}.{name[len(own) :]}"] = tensors.pop(name)
     for name in (f"{layer}input_layernorm", *(f"{module}{norm}" for norm in (*norms, last))):
         tensors[f"{name}.weight"] = 1 + 2 * matrix(1, hidden)[0]
-    return Checkpoint("mtp", Path("mtp"), drafter_config(target), tensors)
+    config = drafter_config(target)
+    if layout == "mimo v2":  # whose modules have a window; here one of more than any text
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        config["sliding_window"] = target.spec.max_positions
+    return Checkpoint("mtp", Path("mtp"), config, tensors)
 
 
 def _following(target: Network) -> tuple[np.ndarray, np.ndarray]:

@@ -42,6 +42,7 @@ from anydecode.certification.tiny_heads import (
     chimera_checkpoint,
     clover_checkpoint,
     falcon_checkpoint,
+    first_clover_checkpoint,
     hydra_checkpoint,
     medusa_checkpoint,
     mtp_checkpoint,
@@ -114,7 +115,8 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
     "medusa": ("medusa", medusa_checkpoint),
     "hydra": ("hydra", hydra_checkpoint),
     "blockwise": ("blockwise", blockwise_checkpoint),
-    "clover": ("clover", clover_checkpoint),
+    "clover-2": ("clover", clover_checkpoint),
+    "clover": ("clover", first_clover_checkpoint),
     "chimera": ("chimera", chimera_checkpoint),
     "mtp": ("mtp", mtp_checkpoint),
 }

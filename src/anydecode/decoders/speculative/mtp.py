@@ -43,7 +43,8 @@ class MtpDrafter(ModelDrafter):
             CHAIN_NOISE,
             "chains of 3 tokens by default (the paper: 1), for which the module is run repeatedly"
             " on its own states after its norm",
-            "of several modules, the first drafts all tokens",
+            "of several modules the first drafts all tokens, as in vLLM; SGLang runs each of those"
+            " of MiMo-V2 for the token that it was trained for, with a cache of its own",
             "with a draft model that reads no states, a chain of that model",
             "at most the last 2,048 tokens of a prompt that were not cached are read",
         ),

@@ -236,10 +236,14 @@ class ServerGoodput:
 
     def open(self, sequence: DraftedSequence, source: object) -> ServerShare:
         """See `DraftPolicy`."""
-        share = ServerShare(self, sequence, self._sources.setdefault(source, SourceRates()))
+        share = self.share(sequence, self._sources.setdefault(source, SourceRates()))
         self.running[share] = None
         self._counts = {}
         return share
+
+    def share(self, sequence: DraftedSequence, source: SourceRates) -> ServerShare:
+        """The share of a request, which is not running yet."""
+        return ServerShare(self, sequence, source)
 
     def remove(self, share: ServerShare) -> None:
         """Take out a request that has ended, or whose decoding stops."""

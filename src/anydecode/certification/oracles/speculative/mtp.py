@@ -4,6 +4,7 @@ target's states."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     compare_trees,
 )
 from anydecode.certification.rounds import plain_token
-from anydecode.certification.tiny_heads import MTP_LAYOUTS, mtp_checkpoint
+from anydecode.certification.tiny_heads import MTP_LAYOUTS, MTP_PARTS, mtp_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -31,27 +32,35 @@ DRAFTERS: dict[str, Drafter] = {
 class Module(Drafting):
     """A module in float64, row by row, from its tensors."""
 
+    def __init__(self, checkpoint: Checkpoint, target: Network) -> None:
+        found = (n for n, names in MTP_LAYOUTS.items() if _has(checkpoint, names[1] + names[2]))
+        self.layout = next(found)
+        layer, tensors = MTP_LAYOUTS[self.layout][0], dict(checkpoint.tensors)
+        for part, other in MTP_PARTS.get(self.layout, {}).items():
+            for name in [one for one in tensors if one.startswith(f"{layer}{other}.")]:
+                tensors[name.replace(f"{layer}{other}.", f"{layer}{part}.")] = tensors[name]
+        super().__init__(replace(checkpoint, tensors=tensors), target)
+
     def row(
         self, cache: Cache, token: int, state: np.ndarray, position: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Adds a row to the cache; returns its logits and the module's state."""
-        found = (n for n, names in MTP_LAYOUTS.items() if self._names_fit(names[1] + names[4]))
-        layout = next(found)
-        layer, prefix, *norms, projection, last = MTP_LAYOUTS[layout]
+        layer, prefix, *norms, projection, last = MTP_LAYOUTS[self.layout]
         embedded = self.target.weights.embedding.data[token].astype(np.float64)
         pair = [
             self._norm(x, prefix + name) for x, name in zip((embedded, state), norms, strict=True)
         ]
         cache.positions.append(position)
-        joined = np.concatenate(pair[::-1] if layout == "mimo" else pair)
+        joined = np.concatenate(pair[::-1] if self.layout == "mimo" else pair)
         x = self.tensors[f"{prefix}{projection}.weight"] @ joined
         name = layer.rstrip(".")
         x = self._layer(cache, 0, name, x, self._norm(x, f"{name}.input_layernorm"))
         y = self._norm(x, prefix + last)
         return self.target.weights.head.data.astype(np.float64) @ y, y
 
-    def _names_fit(self, name: str) -> bool:
-        return f"{name}.weight" in self.tensors
+
+def _has(checkpoint: Checkpoint, name: str) -> bool:
+    return f"{name}.weight" in checkpoint.tensors
 
 
 def drafted_by(size: int) -> Oracle:

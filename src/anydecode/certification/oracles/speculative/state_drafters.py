@@ -4,11 +4,14 @@ comparison of the drafted trees with an oracle's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
 from anydecode.certification.checks import Check
+from anydecode.certification.oracles.speculative.company import company_checks
 from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.rounds import TracedRound, accepted, rounds
 from anydecode.certification.tiny import with_drafter
@@ -71,7 +74,8 @@ def best_paths(
 def compare_trees(
     name: str, key: str, drafter: Drafter, oracle: Oracle, *, is_accepted: bool = True
 ) -> Iterator[Check]:
-    """Checks that every tree that `key` drafts with a drafter equals the oracle's.
+    """Checks that every tree that `key` drafts with a drafter equals the oracle's, and texts that
+    are generated together on the default draft policy.
 
     Args:
         name: The drafter's name.
@@ -80,13 +84,21 @@ def compare_trees(
         oracle: The expected paths.
         is_accepted: Whether drafts must be accepted.
     """
+    open_llm = partial(with_drafter, drafter, cache_positions=1024, prefix_cache=False)
     for temperature in (0.0, 0.8):
         trace: list[TracedRound] = []
-        with with_drafter(drafter, cache_positions=1024, prefix_cache=False) as llm:
+        with open_llm() as llm:
             for prompt in PROMPTS:
                 trace += rounds(llm, key, prompt, 16, temperature=temperature)
             network: Network = llm.model.network  # type: ignore[attr-defined]
             checkpoint = drafter(network)
+            options: dict[str, Any] = {
+                "max_tokens": 16,
+                "temperature": temperature,
+                "seed": 5,
+                "ignore_eos": True,
+            }
+            plain = [llm.generate(p, decoder="autoregressive", **options).tokens for p in PROMPTS]
         first, others = trace[0], [one for one in trace if one.tokens]
         wrong = [
             one
@@ -99,4 +111,5 @@ def compare_trees(
         if is_accepted:
             count = accepted(trace)
             yield Check(f"{about}: drafts are accepted", count > 5, str(count))
+            yield from company_checks(about, open_llm, key, PROMPTS, plain, **options)
         yield Check(f"{about}: nothing is drafted before the first pass", not first.tokens)
