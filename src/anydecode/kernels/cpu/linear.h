@@ -99,8 +99,11 @@ INLINE void add_blocks(int format, int rows, const uint8_t *p, const uint8_t *gr
 
 /* Whether a product of so many rows prefetches the next group of columns. One row, and two short ones,
  * read weights so fast that the processor's own prefetcher, which follows the misses of a sequential
- * read, is faster. */
-INLINE int prefetches(int rows, int blocks) { return rows > 2 || (rows == 2 && blocks > 64); }
+ * read, is faster. Products with signed bytes take longer without VNNI. */
+INLINE int prefetches(int format, int rows, int blocks) {
+  int is_slow = blocks > 64 || (PARTIAL_BITS == 16 && has_bytes(format));
+  return rows > 2 || (rows == 2 && is_slow);
+}
 
 /* `next`: weights to prefetch meanwhile, or NULL. */
 INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *grid, int blocks,
@@ -185,7 +188,7 @@ INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int
       const Activations *a[TILE_ROWS];
       f8x2 total[TILE_ROWS];
       rows = tile_rows(n - r);
-      int has_next = r == 0 && g + 1 < groups && prefetches(rows, blocks);
+      int has_next = r == 0 && g + 1 < groups && prefetches(format, rows, blocks);
       const uint8_t *next = has_next ? p + w->group_bytes : NULL;
       for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
       switch (rows) {

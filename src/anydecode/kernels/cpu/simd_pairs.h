@@ -5,7 +5,7 @@
 
 #include "simd.h"
 
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) && !defined(ANYDECODE_SCALAR)
 #define HAS_WIDE_PAIRS
 typedef __m512 f8x2;
 typedef __m512i i8x2;
