@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from anydecode import JsonSchema
 from anydecode.certification.chi_square import PROMPT, TARGET_SCRIPT, small_llm
 from anydecode.certification.oracles.speculative.acceptance_outcomes import TableTrees
-from anydecode.certification.rounds import rounds
+from anydecode.certification.rounds import blurred, rounds, scripted, wordy
+from anydecode.decoders.framework import rejection
 from anydecode.decoders.framework.acceptance import TopMAcceptance, TypicalAcceptance
 from anydecode.decoders.framework.rejection import RejectionSampling, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
@@ -43,6 +47,28 @@ def test_the_longest_path_is_kept_and_of_equal_ones_the_most_probable() -> None:
         num_others += best != max(accepted, key=len)
         lengths.add(len(best))
     assert num_others > 3 and lengths == {0, 1, 2}
+
+
+def _texts_near_their_limit(*keys: str) -> list[list[str]]:
+    """Texts of a schema that leaves little room, by method."""
+    properties = {"name": {"type": "string", "maxLength": 6}, "n": {"enum": [1, 2, 30]}}
+    schema = JsonSchema({"type": "object", "properties": properties, "required": list(properties)})
+    prompts = ["abcabcabd the cab had a bad cab abcabcabd the cab had", "abcabc abcabc"]
+    options: dict[str, Any] = {"constraint": schema, "max_tokens": 70, "temperature": 0.0}
+    with scripted(wordy(), blurred(wordy())) as llm:
+        found = [llm.generate(prompts, decoder=key, **options) for key in keys]
+    return [[one.text for one in texts] for texts in found]
+
+
+def test_greedy_rejection_near_the_limit_of_a_schema_is_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not what follows from the distribution with a forced completion, which is its token alone."""
+    key = "speculative-sampling:acceptance=rejection"
+    plain, drafted = _texts_near_their_limit("autoregressive", key)
+    assert drafted == plain
+    monkeypatch.setattr(rejection, "constraint_of", lambda sampler: None)
+    assert _texts_near_their_limit(key) != [plain]
 
 
 def test_invalid_parameters_have_one_line_errors() -> None:

@@ -21,6 +21,7 @@ from anydecode.decoders.framework.acceptance import (
 )
 from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.errors import InvalidRequestError
+from anydecode.sampling.sampler import constraint_of
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import TokenTree
 
@@ -73,8 +74,9 @@ class RejectionSampling(StepAcceptance):
 
     `tree.probabilities` must hold the distributions that the drafts were drawn from, after the same
     sampler as the target's rows. Acceptance and residual sampling use their own noise streams,
-    which never coincide with the drafter's. Without a draft, the token is that of plain decoding. A
-    `lenience` below 1 accepts with min(1, p / (lenience q)): faster, but no longer exact.
+    which never coincide with the drafter's. Without a draft, and near the token limit of a schema,
+    where a completion may be forced, the token is that of plain decoding. A `lenience` below 1
+    accepts with min(1, p / (lenience q)): faster, but no longer exact.
     """
 
     exactness = "distribution-exact"
@@ -91,8 +93,12 @@ class RejectionSampling(StepAcceptance):
         self, tree: TokenTree, scores: Scores, node: int, children: Seq[int]
     ) -> tuple[int | None, int]:
         row = scores.after(node)
-        if not children:
-            return None, scores.sample(row)
+        constraint = constraint_of(scores.sampler_after(row))
+        if not children or (constraint is not None and constraint.is_completing):
+            # A token behind which no completion fits is sampled again: no distribution tells that.
+            token = scores.sample(row)
+            child = tree.child(node, token)
+            return child if child in children else None, token
         sequence, position = scores.sequence, int(scores.positions[row]) + 1
         coins = sequence.noise.with_purpose("coin")
         remaining = scores.distribution(row).dense(scores.logits.shape[1])
