@@ -86,7 +86,11 @@ def served(tokenizer: Pieces, script_text: str, **settings: Any) -> Iterator[tup
         reasoning_model(tokenizer, script_text), tokenizer=tokenizer, cache_positions=4096
     ) as llm:
         with LiveServer(llm, Settings(name="scripted", port=0, **settings)) as server:
-            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+            http = openai.DefaultHttpxClient(trust_env=False, verify=False)
+            url = f"{server.url}/v1"
+            with openai.OpenAI(
+                base_url=url, api_key="none", max_retries=0, http_client=http
+            ) as one:
                 yield one, llm
 
 

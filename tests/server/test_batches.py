@@ -60,7 +60,7 @@ class Batches:
             base_url=f"{client.http.base_url}/v1",
             api_key=key,
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
+            http_client=openai.DefaultHttpxClient(trust_env=False, verify=False),
         )
 
     def upload(self, lines: list[Any]) -> Any:
