@@ -139,7 +139,7 @@ def _unit_run(folder: Path, **options: Any) -> UnitRun:
 def test_masks_stand_at_units_of_the_untrained_model_and_predict_them_alone(tmp_path: Path) -> None:
     """Each unit in a pass of its own, behind the text before it."""
     made = _unit_run(tmp_path, confidence=0.6)
-    sizes = set()
+    sizes, num_last = set(), 0
     for pair, units in zip(made.pairs, made.units, strict=True):
         text, first = [*pair[0], *pair[1]], len(pair[0])
         clean = made.model(torch.tensor([text[:-1]]), causal=True)[0].detach()
@@ -160,15 +160,36 @@ def test_masks_stand_at_units_of_the_untrained_model_and_predict_them_alone(tmp_
             rows.append((clean[end - 1], text[end]))
             given = torch.tensor([[*text[:end], *[made.mask] * 3]])
             masked = made.model(given, causal=True)[0, end:].detach()
-            every += [(masked[index], text[end + index + 1]) for index in range(3)]
+            behind = range(min(3, len(text) - end - 1))
+            every += [(masked[index], text[end + index + 1]) for index in behind]
             rows += [(masked[index], text[end + index + 1]) for index in range(size - 1)]
             sizes.add(size)
+            num_last += start + 4 > len(pair[1])
         ordinary = [(clean[at - 1], text[at]) for at in range(first, len(text))]
         loss = made.loss(pair, ends).detach()
         torch.testing.assert_close(loss, _mean_loss(ordinary) + _mean_loss(rows))
         if len(rows) < 4 * len(units):  # else all masks have a label
             assert abs(loss - _mean_loss(ordinary) - _mean_loss([*rows, *every])) > 1e-3
-    assert len(sizes) > 1
+    assert len(sizes) > 1 and num_last  # also behind the last tokens of an answer
+
+
+def test_accuracies_of_units_are_of_their_own_tokens(tmp_path: Path) -> None:
+    """A mask predicts nothing behind the end of its unit."""
+    made = _unit_run(tmp_path, confidence=0.6, answers=12)
+    hits, totals = [0] * 3, [0] * 3
+    for pair in made._held_out:
+        text = [*pair[0], *pair[1]]
+        for start, size in made.units[made.pairs.index(pair)].items():
+            end = len(pair[0]) + start
+            given = torch.tensor([[*text[:end], *[made.mask] * 3]])
+            best = made.model(given, causal=True)[0, end:].argmax(-1).tolist()
+            for index in range(size - 1):
+                hits[index] += best[index] == text[end + index + 1]
+                totals[index] += 1
+    assert totals[2] < totals[0]
+    _, *found = made.accuracies(1)
+    expected = [hit / max(total, 1) for hit, total in zip(hits, totals, strict=True)]
+    assert [one for (one,) in found] == pytest.approx(expected)
 
 
 def _mean_loss(rows: list[tuple[torch.Tensor, int]]) -> torch.Tensor:

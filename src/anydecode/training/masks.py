@@ -229,14 +229,15 @@ class GroupRun(AnswerRun):
         text, first = torch.tensor([*pair[0], *pair[1]]), len(pair[0])
         clean, masked = map(self.model.head, self._states(text[:-1], ends))
         rows = [(clean[first - 1 :], text[first:])]
+        longer = functional.pad(text, (0, len(self.group)))
         return rows + [
-            (masked[:, index], text[ends + index + 1]) for index in range(len(self.group))
+            (masked[:, index], longer[ends + index + 1]) for index in range(len(self.group))
         ]
 
     @torch.no_grad()
     def accuracies(self, ranks: int) -> list[list[float]]:
         """How often a held-out label is the token of each of the first `ranks` ranks: of the rows
-        of the text, and of each mask."""
+        of the text, and of each mask; 0 of a mask without labels."""
         counts = torch.zeros(len(self.group) + 1, ranks, dtype=torch.double)
         totals = torch.zeros(len(self.group) + 1, 1, dtype=torch.double)
         for pair in self._held_out:
@@ -244,7 +245,7 @@ class GroupRun(AnswerRun):
                 best = logits.topk(min(ranks, logits.shape[-1])).indices
                 counts[part, : best.shape[1]] += (best == labels[:, None]).double().sum(0)
                 totals[part] += len(labels)
-        shares: list[list[float]] = (counts / totals).tolist()
+        shares: list[list[float]] = (counts / totals.clamp(min=1)).tolist()
         return shares
 
     def _evaluate(self) -> None:
@@ -358,8 +359,7 @@ class UnitRun(MaskRun):
         found = []
         for pair in super()._new_pairs(checkpoint):
             units = lexical_units(self._probabilities(pair), confidence, size)
-            # Masks behind the last unit of an answer may have no tokens to predict.
-            starts = {unit.start: len(unit) for unit in units if unit.start + size <= len(pair[1])}
+            starts = {unit.start: len(unit) for unit in units}
             if starts:
                 found.append((pair, starts))
         if len(found) < 2:
@@ -384,14 +384,19 @@ class UnitRun(MaskRun):
     def _all_ends(self, pair: Pair) -> torch.Tensor:
         return torch.tensor([len(pair[0]) + start for start in self._units_of(pair)])
 
+    def _rows(self, pair: Pair, ends: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Logits and labels: of the answer's tokens, then of each mask inside a unit."""
+        text, *masked = super()._rows(pair, ends)
+        units, first = self._units_of(pair), len(pair[0])
+        sizes = torch.tensor([units[end - first] for end in ends.tolist()])
+        is_inside = [sizes > number for number in range(1, len(masked) + 1)]
+        pairs = zip(masked, is_inside, strict=True)
+        return [text, *((logits[kept], labels[kept]) for (logits, labels), kept in pairs)]
+
     def loss(self, pair: Pair, ends: torch.Tensor) -> torch.Tensor:
         (clean, labels), *masked = self._rows(pair, ends)
-        units, starts = self._units_of(pair), ends - len(pair[0])
-        sizes = torch.tensor([units[start] for start in starts.tolist()])
-        parts = [(clean[starts], labels[starts])]
-        for index, (logits, tokens) in enumerate(masked):
-            is_inside = sizes > index + 1
-            parts.append((logits[is_inside], tokens[is_inside]))
+        starts = ends - len(pair[0])
+        parts = [(clean[starts], labels[starts]), *masked]
         rows, tokens = (torch.cat(part) for part in zip(*parts, strict=True))
         return functional.cross_entropy(clean, labels) + functional.cross_entropy(rows, tokens)
 

@@ -248,8 +248,14 @@ def train_masks(
     minutes: Minutes = None,
     steps: Steps = None,
     masks: Annotated[
-        int, typer.Option("--masks", min=1, help="Number of masks, which predict a token each.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--masks",
+            min=1,
+            help="Number of masks, which predict a token each. Default: 2; with --units 3, as many"
+            " as mars has by default.",
+        ),
+    ] = None,
     groups: Annotated[
         int, typer.Option("--groups", min=1, help="Groups of masks per text and step.")
     ] = 16,
@@ -288,7 +294,7 @@ def train_masks(
     recipe = MaskRecipe(
         minutes_or_default(minutes, steps),
         steps,
-        masks=masks,
+        masks=masks or (2 if units is None else 3),
         groups=groups,
         answers=answers,
         batch=batch,

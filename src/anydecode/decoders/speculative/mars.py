@@ -50,9 +50,8 @@ METRICS = Words(("probability", "entropy", "margin"))
             " masks and takes every rule",
             "a sampler's token at T > 0 has the noise of plain decoding at its position",
             "anydecode train masks trains an adapter with groups of masks behind random tokens of"
-            " the model's own answers, or with --units where a lexical unit of LUD follows, but for"
-            " the last tokens of an answer; the papers train all weights, that of MARS on"
-            " [masked | clean] texts",
+            " the model's own answers, or with --units where a lexical unit of LUD follows; the"
+            " papers train all weights, that of MARS on [masked | clean] texts",
         ),
         bounds={"block": Range(1, 256)},
         remote={"block": Range(1, 16), "threshold": Range(0, 100), "metric": METRICS},
