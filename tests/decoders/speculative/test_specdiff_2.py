@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from anydecode import catalogue
+from anydecode import Regex, catalogue
 from anydecode.certification.oracles.speculative import specdiff_2 as oracle
+from anydecode.certification.oracles.speculative.masked_drafts import PROMPTS, open_llm
 from anydecode.decoders.framework.rejection import rejection_steps
 from anydecode.decoders.speculative import specdiff_2
 from anydecode.decoders.speculative.specdiff_2 import BestStreak
@@ -67,3 +69,18 @@ def test_selected_tokens_that_are_compared_with_the_draft_are_noticed(
 def test_selection_and_another_rule_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="selection or acceptance"):
         catalogue.build("specdiff-2", selection=True, acceptance="rejection")
+
+
+def test_paths_that_a_constraint_forbids_are_not_selected() -> None:
+    with open_llm() as llm:
+        texts = [
+            llm.generate(
+                prompt,
+                decoder="specdiff-2:selection=true",
+                constraint=Regex("[a-c]{4,12}x?"),
+                max_tokens=20,
+                temperature=0.8,
+            ).text
+            for prompt in PROMPTS
+        ]
+    assert all(re.fullmatch("[a-c]{4,12}x?", text) for text in texts)

@@ -91,8 +91,10 @@ class BestStreak(RejectionSampling):
         """The path with the largest sum of the probabilities that its beginnings are accepted."""
         chances, streaks = {ROOT: 1.0}, {ROOT: 0.0}
         for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-            p = scores.distribution(scores.after(parent)).dense(scores.logits.shape[1])
-            chances[node] = chances[parent] * float(p[token])
+            chances[node] = chances[parent]
+            if chances[parent]:  # else a constraint may forbid the path up to the parent
+                p = scores.distribution(scores.after(parent)).dense(scores.logits.shape[1])
+                chances[node] *= float(p[token])
             streaks[node] = streaks[parent] + chances[node]
         ends = [node for node in range(len(tree)) if not tree.children(node)]
         return tree.path(max(ends, key=lambda node: streaks[node])) if ends else []
