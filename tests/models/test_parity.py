@@ -560,6 +560,29 @@ DEEPSEEK_V4: dict[str, Any] = {
     },
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "modernbert decoder": (
+        "ModernBertDecoder",
+        {
+            "num_hidden_layers": 4,
+            "local_attention": 12,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "modernbert decoder with biases": (
+        "ModernBertDecoder",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_bias": True,
+            "decoder_bias": False,
+            "classifier_activation": "silu",
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
     "llama biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -2382,6 +2405,14 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
     "embeddings without a factor": (
         "recurrent gemma",
         lambda network: setattr(network, "spec", replace(network.spec, embedding_scale=1.0)),
+    ),
+    "no matrix in front of the head's": (
+        "modernbert decoder",
+        lambda network: setattr(network.weights, "head_dense", None),
+    ),
+    "windows as wide as the key says": (
+        "modernbert decoder",
+        lambda network: _each_shape(network, window=12),
     ),
     "no linear biases": ("bloom", lambda network: _each_shape(network, slopes=None)),
     "linear biases that are not scaled": (

@@ -416,6 +416,8 @@ class ModelWeights:
     position_table: Weight | None = None  # [max_positions, hidden_size]
     embedding_norm: np.ndarray | None = None
     embedding_norm_bias: np.ndarray | None = None
+    head_dense: Linear | None = None  # in front of the head's matrix, and the norm of its output
+    head_norm: np.ndarray | None = None
     segments: np.ndarray | None = None  # float32 [num_segments, hidden_size]
     per_layer: PerLayerEmbeddings | None = None
     streams: StreamProjections | None = None
@@ -477,6 +479,13 @@ class Network:
         if spec.has_embedding_norm:
             _check_vector("the embedding norm", weights.embedding_norm, spec.hidden_size)
         _check_bias("the embedding norm's bias", weights.embedding_norm_bias, spec.hidden_size)
+        if (spec.head_activation is None) != (weights.head_dense is None):
+            raise CheckpointError(
+                "only one of the spec and the weights has a matrix before the head"
+            )
+        if weights.head_dense is not None:
+            _check_linear("head_dense", weights.head_dense, (spec.hidden_size, spec.hidden_size))
+            _check_vector("the norm of the head", weights.head_norm, spec.hidden_size)
         if spec.num_segments:
             table = None if weights.segments is None else weights.segments.ravel()
             _check_vector("the token types", table, spec.num_segments * spec.hidden_size)
@@ -530,6 +539,8 @@ class Network:
         """Yield the embedding and every matrix of a product; tied ones may be yielded twice."""
         yield self.weights.embedding
         yield self.weights.head
+        if self.weights.head_dense is not None:
+            yield from self.weights.head_dense.matrices
         if self.weights.per_layer is not None:
             yield self.weights.per_layer.projection.weight
         if self.weights.streams is not None:
@@ -985,12 +996,18 @@ class Network:
         return self._norm(backend, y, weight, eps=self.spec.post_norm_eps)
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
-        """Hidden states after the final norm (if there is one), the input of the head's matrix."""
+        """Hidden states after the final norm and the matrix in front of the head's (if there are
+        some), the input of the head's matrix."""
         if self.has_wide_states:
             x = backend.columns(x, 0, self.spec.hidden_size)
-        if not self.spec.has_final_norm:
+        weights = self.weights
+        if self.spec.has_final_norm:
+            x = self._norm(backend, x, weights.final_norm, weights.final_norm_bias)
+        if weights.head_dense is None:
             return x
-        return self._norm(backend, x, self.weights.final_norm, self.weights.final_norm_bias)
+        assert self.spec.head_activation is not None, "checked when the network is made"
+        x = backend.activate(weights.head_dense.apply(backend, x), self.spec.head_activation)
+        return self._norm(backend, x, weights.head_norm)
 
     def _scaled(self, backend: Backend, y: Any) -> Any:
         """The output of a sublayer times the model's residual scale."""

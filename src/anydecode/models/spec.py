@@ -528,6 +528,9 @@ class ModelSpec:
     is_encoder: bool = False  # trained to represent texts: bidirectional, and cannot generate
     has_embedding_norm: bool = False  # whether the sum of the embeddings is normed (BERT)
     has_final_norm: bool = True
+    # Of a square matrix in front of the head's, whose activated output is normed (ModernBERT as a
+    # decoder); None: there is none.
+    head_activation: str | None = None
     num_segments: int = 0  # rows of the table of token types, which is added to the embeddings
     # Numbers of a token's embedding for each layer beside that of the first (Gemma 4); 0: none.
     per_layer_size: int = 0

@@ -151,7 +151,8 @@ def _read_weights(
     if spec.has_final_norm:
         of_final = family if family.has_final_offset else replace(family, norm_offset=0.0)
         norm = read_norm(reader, of_final, final, spec.hidden_size)
-    bias = reader.vector("lm_head.bias", spec.vocab_size) if reader.has("lm_head.bias") else None
+    bias_name = next(filter(reader.has, ("lm_head.bias", "decoder.bias")), None)
+    bias = None if bias_name is None else reader.vector(bias_name, spec.vocab_size)
     has_bias = family.has_norm_bias and spec.has_final_norm
     norm_bias = reader.vector(f"{final}.bias", spec.hidden_size) if has_bias else None
     table = None
@@ -169,6 +170,10 @@ def _read_weights(
         weights.embedding_norm = read_norm(reader, of_embedding, name, spec.hidden_size)
         if family.has_norm_bias:
             weights.embedding_norm_bias = reader.vector(f"{name}.bias", spec.hidden_size)
+    if spec.head_activation is not None:
+        shape = (spec.hidden_size, spec.hidden_size)
+        weights.head_dense = reader.linear("lm_head.dense", shape, False)
+        weights.head_norm = reader.vector("lm_head.norm.weight", spec.hidden_size)
     if spec.num_segments:
         shape = (spec.num_segments, spec.hidden_size)
         weights.segments = reader.tensor("embed_segments.weight", shape)

@@ -262,6 +262,7 @@ def spec_from_config(
         is_encoder=family.is_encoder,
         has_embedding_norm=family.has_embedding_norm,
         has_final_norm=family.has_final_norm and bool_value(config, "do_layer_norm_before", True),
+        head_activation=_head_activation(config, family),
         num_segments=int_value(config, "type_vocab_size", 0, low=0, high=MAX_COUNT)
         if family.has_segments
         else 0,
@@ -275,6 +276,15 @@ def spec_from_config(
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
         block=_parallel_drafts(config),
     )
+
+
+def _head_activation(config: Config, family: Family) -> str | None:
+    if not family.has_head_transform:
+        return None
+    name = str(config.get("classifier_activation"))
+    if name not in _ACTIVATIONS or name == "xielu":
+        raise ConfigError(f"classifier_activation {name!r} is not supported")
+    return _ACTIVATIONS[name]
 
 
 def _num_streams(config: Config, family: Family) -> int:

@@ -194,6 +194,8 @@ class Family:
         has_embedding_norm: See `ModelSpec.has_embedding_norm`.
         has_embedding_norm_weights: Whether that norm has weights, where the others have.
         has_final_norm: See `ModelSpec.has_final_norm`.
+        has_head_transform: Whether there is a matrix in front of the head's, see
+            `ModelSpec.head_activation`, which is the config's `classifier_activation`.
         has_segments: Whether token types have embeddings.
         num_unused_embeddings: The rows of the embedding after those of the vocabulary.
         has_second_sum: See `LayerSpec.has_second_sum`.
@@ -284,6 +286,7 @@ class Family:
     has_embedding_norm: bool = False
     has_embedding_norm_weights: bool = True
     has_final_norm: bool = True
+    has_head_transform: bool = False
     has_second_sum: bool = False
     has_first_norm: bool = True
     has_segments: bool = False

@@ -258,7 +258,8 @@ class TensorReader:
         return tensor
 
     def _full_name(self, name: str) -> str:
-        return name if name.startswith("lm_head.") else self._prefix + self._stored(name)
+        is_head = name.startswith("lm_head.") or name == "decoder.bias"
+        return name if is_head else self._prefix + self._stored(name)
 
     def _stored(self, name: str) -> str:
         return name if self._stored_name is None else self._stored_name(name)
@@ -266,7 +267,7 @@ class TensorReader:
     def _read(self, name: str) -> np.ndarray | Weight:
         full = self._full_name(name)
         if full == "lm_head.weight" and full not in self._tensors:
-            others = ("language_model.lm_head.weight", "diffusion_head.weight")
+            others = ("language_model.lm_head.weight", "diffusion_head.weight", "decoder.weight")
             full = next((name for name in others if name in self._tensors), full)
         if full not in self._tensors:
             raise CheckpointError(f"{self._source}: tensor {full} is missing")
