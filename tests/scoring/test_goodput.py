@@ -67,10 +67,6 @@ def test_the_engine_weighs_running_texts(monkeypatch: pytest.MonkeyPatch) -> Non
         for request in requests:
             llm.start(request, background=False)
         sequences = [request.jobs[0].sequence for request in requests]
-        llm.driver.advance(lambda: len(sequences[0].tokens) > 0)
-        assert not seen  # nobody reads weights
-        for sequence in sequences:
-            sequence.needs_weight = True
         weights: list[list[float]] = []
         llm.driver.advance(
             lambda: weights.append([one.token_weight for one in sequences]) or requests[1].done
@@ -93,8 +89,6 @@ def test_all_tokens_count_alike_while_others_wait() -> None:
         for request in requests:
             llm.start(request, background=False)
         sequences = [request.jobs[0].sequence for request in requests]
-        for sequence in sequences:
-            sequence.needs_weight = True
         llm.driver.advance(lambda: requests[1].done)
         assert [one.token_weight for one in sequences[:2]] == [1.0, 1.0]
         llm.driver.advance(lambda: len(sequences[2].tokens) > 5)
@@ -116,6 +110,5 @@ def test_costs_of_passes_are_shared_and_follow_corrections() -> None:
     assert costs.pass_seconds(3, 2, 70, width=2) == expected == costs.pass_seconds(3, 2, 120, 2)
     assert calls == [3, 5, 7]
     costs.cost = lambda rows, context: 1.0
-    assert costs.pass_seconds(3, 2, 70, width=2) == expected
-    costs.version = lambda: 1  # type: ignore[method-assign]
-    assert costs.pass_seconds(3, 2, 70, width=2) == (1.0, 1.0, 1.0)
+    found = [costs.pass_seconds(3, 2, 70, width=2) for _ in range(40)]
+    assert found[0] == expected and found[-1] == (1.0, 1.0, 1.0)

@@ -152,9 +152,6 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
 
 #: Weight of a step in the average of what steps take beside their passes, if it took longer.
 HOST_RATE = 0.05
-#: Costs have changed noticeably after so many recorded passes, each of which corrects them by less
-#: than a twentieth of its deviation (`CostCorrection`).
-VERSION_PASSES = 16
 
 
 class EngineCostModel(CostModel):
@@ -166,26 +163,15 @@ class EngineCostModel(CostModel):
         self._model = model
         self._table: CostTable | None = None
         self._correction = CostCorrection()
-        self._version, self._num_recorded = 0, 0  # of costs; passes since it has changed
         self._host_seconds = 0.0  # per sequence
         engine.on_pass = self.on_pass
 
     def seconds(self, rows: int, context: int) -> float:
-        table = self._measured()
-        if table is None:
-            return default_table().seconds(rows, context)
-        return table.seconds(rows, context) * self._correction(rows)
-
-    def _measured(self) -> CostTable | None:
-        """The measured table; None while it cannot be measured."""
-        if self._table is None and self._engine.is_between_passes:
+        if self._table is None:
+            if not self._engine.is_between_passes:
+                return default_table().seconds(rows, context)
             self._table = load(self._model)
-            self._version += 1
-        return self._table
-
-    def version(self) -> int:
-        self._measured()
-        return self._version
+        return self._table.seconds(rows, context) * self._correction(rows)
 
     def num_others(self) -> int:
         return max(0, len(self._engine.running) - 1)
@@ -203,9 +189,6 @@ class EngineCostModel(CostModel):
         """Record the duration of a pass over `rows` rows that attend to `context` positions."""
         if self._table is not None:
             self._correction.record(rows, seconds / self._table.seconds(rows, context))
-            self._num_recorded += 1
-            if self._num_recorded == VERSION_PASSES:
-                self._version, self._num_recorded = self._version + 1, 0
 
     def on_pass(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes

@@ -8,8 +8,6 @@ from typing import Generic, Protocol, TypeVar
 
 #: Texts are kept in this many parts, the oldest of which is dropped when memory is full.
 NUM_PARTS = 8
-#: A part grows by one token at a time for each so many bytes of memory: by far less than its share.
-_MEMORY_PER_TOKEN = 1 << 17
 
 
 class TextPart(Protocol):
@@ -50,13 +48,12 @@ class TextParts(Generic[P]):
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens` to the text."""
-        parts, left = self.parts, list(tokens)
-        size = min(max(1, self.memory // _MEMORY_PER_TOKEN), len(left))
-        for first in range(0, len(left), size or 1):
+        parts = self.parts
+        for token in tokens:
             if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
                 self._earlier_bytes = self.num_bytes
                 parts.append(self._make())
-            parts[-1].extend(left[first : first + size])
+            parts[-1].extend((token,))
             while self.num_bytes > self.memory:
                 dropped = parts.popleft()
                 self._earlier_bytes -= dropped.num_bytes if parts else self._earlier_bytes

@@ -107,9 +107,6 @@ MIN_SHARED_GAIN = 4.0
 #: After so many rounds in company in which the backend has not drafted, only one in
 #: `TRIAL_INTERVAL` asks for it.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
-#: Where drafts in company save no time, at least so many tokens of a sequence are emitted together,
-#: unless it ends, as `multi-step` does.
-MIN_EMITTED = 8
 _EMPTY_TREE = TokenTree()
 
 
@@ -212,9 +209,6 @@ class _Session:
         num_others = self.cost_model.num_others()
         if self.model is not None and num_others:
             self.model.pause(True)
-        if num_others and sequence.length - sequence.kv_cache().length > 1:
-            self._seconds_per_sequence = self._plain_seconds(num_others)
-            return _EMPTY_TREE  # before the prompt is scored
         costs = self._pass_costs(num_others)
         max_drafts = min(self.max_drafts, sequence.remaining - 1)
         if (
@@ -338,31 +332,29 @@ class _Session:
     def _shared_bursts(self) -> Decoding:
         """Generate tokens in bursts with other sequences, as long as there are some. The backend
         drafts copies for all of them with one budget. Where this has saved less than preparing it
-        takes, it is tried now and then; the other bursts are those of `multi-step`."""
+        takes, it is tried now and then."""
         sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
-        is_traced, sequence.needs_weight = sequence.trace is not None, True
+        rates = [source.rates for source in self.sources]
         if self.model is not None:
             self.model.pause(True)
         while not sequence.finished and (num_others := cost_model.num_others()):
-            room, drafts = min(MAX_BURST_TOKENS, sequence.remaining), None
-            min_count = 1 if self._num_skipped < MAX_SKIPPED else MIN_EMITTED
-            start_time = perf_counter() if is_traced or not self._num_to_skip else 0.0
-            if self._num_to_skip:
-                self._num_to_skip -= 1
-            elif self._may_share(num_others):
+            room, drafts, seconds = min(MAX_BURST_TOKENS, sequence.remaining), None, 0.0
+            start_time = perf_counter()
+            min_useful = self._min_shared_probability(num_others)
+            if not self._num_to_skip and any(min_useful < max(one.bounds) for one in rates):
                 # A backend's drafts take no time but their rows', and need no minimum gain.
                 costs = np.array(self._shared_costs)
                 given = self._texts(room), costs, 1.0, MIN_PROBABILITY
                 drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
                 seconds = perf_counter() - start_time
             else:
-                min_count = MIN_EMITTED
-            self._has_skipped |= drafts is None
-            request = sequence.multi_step(room, drafts, min_count)
+                self._num_to_skip = max(0, self._num_to_skip - 1)
+                self._has_skipped = True
+            request = sequence.multi_step(room, drafts, is_single=True)
             tokens = yield request
             if self.model is not None:
                 self.model.skip(len(tokens))
-            if is_traced:
+            if sequence.trace is not None:
                 if drafts is not None and drafts.rows:
                     self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
                 else:
@@ -376,16 +368,17 @@ class _Session:
                 if not decoder.shares_bursts:
                     return
 
-    def _may_share(self, num_others: int) -> bool:
-        """Whether a draft of this sequence may save time in a pass beside so many others."""
-        key = (num_others, self.sequence.length // COST_TOKENS)
+    def _min_shared_probability(self, num_others: int) -> float:
+        """The least probability of a draft of this sequence that saves time in a pass beside so
+        many others."""
+        length = self.sequence.length
+        key = (num_others, length // COST_TOKENS)
         if key != self._shared_key:
             max_drafts = min(self.max_drafts, MAX_SHARED_DRAFTS)
-            costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, self.sequence.length)
+            costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, length)
             self._shared_costs, self._shared_key = costs, key
             self._min_shared = min_useful_probability(costs, num_others, 1.0)
-        min_useful = self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
-        return any(min_useful < max(source.rates.bounds) for source in self.sources)
+        return self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
 
     def _texts(self, room: int) -> list[CopyText]:
         """The texts that the backend copies from, the first with room for so many tokens. The
@@ -523,7 +516,7 @@ class _Session:
         is_alone, start = not self.cost_model.num_others(), len(sequence.tokens)
         while not sequence.finished and (remaining := start + count - len(sequence.tokens)) > 0:
             start_time = perf_counter()
-            request = sequence.multi_step(remaining, min_count=None if is_alone else 1)
+            request = sequence.multi_step(remaining, is_single=not is_alone)
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
@@ -587,12 +580,6 @@ class _Session:
         return grow_tree(
             self.history.tokens, sources, self.predictor, max_nodes, min_probability, forced
         )
-
-    def _plain_seconds(self, num_others: int) -> float:
-        """This sequence's share of the time of a pass without drafts."""
-        rows = num_others + self.width
-        passes = self.cost_model.pass_seconds(rows, 0, self.sequence.length, self.width)
-        return passes[0] / (num_others + 1)
 
     def _pass_costs(self, num_others: int) -> tuple[float, ...]:
         """The costs of passes with 0 to `max_drafts` drafts, including the rows of all other
