@@ -122,9 +122,9 @@ def play(seed: int, num_requests: int) -> Counter[str]:
     with random_engine(random) as llm, plain_llm() as plain:
         decoders = random.sample([one for one in DECODERS if accepts(llm, one)], 8)
         decoders += [*random.sample(LITTLE_MEMORY, 2), "auto"]
-        most, num_sent = random.choice([1, 2, 4, 8]), 0
+        max_running, num_sent = random.choice([1, 2, 4, 8]), 0
         while num_sent < num_requests or running:
-            while len(running) < most and num_sent < num_requests:
+            while len(running) < max_running and num_sent < num_requests:
                 prompt, decoder = random.choice(PROMPTS), random.choice(decoders)
                 options = random_options(random)
                 num_sent += 1

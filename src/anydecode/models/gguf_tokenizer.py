@@ -164,7 +164,13 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
 _IGNORE_MERGES = (
-    *(*_LLAMA_3, "tekken", "youtu", "minicpm5", "granite-embed-multi-97m", "glm4", "glm5"),
+    *_LLAMA_3,
+    "tekken",
+    "youtu",
+    "minicpm5",
+    "granite-embed-multi-97m",
+    "glm4",
+    "glm5",
 )
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")

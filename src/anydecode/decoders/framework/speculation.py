@@ -38,10 +38,9 @@ Proposal = Generator[DecoderAction, Any, TokenTree]
 @dataclass(eq=False)
 class SpeculationRound:
     """One draft and its verification, as passed to drafters and budgets. `scores` is valid only
-    during the call. Times are in seconds; `draft_seconds` is the sequence's part of those of passes
-    that several sequences share. `numbers` are those of the nodes of
-    `tree` in the draft, of which the pass may have left out some, and which may have had them in
-    another order."""
+    during the call. Times are in seconds; of passes that several sequences share, `draft_seconds`
+    has the sequence's part. `numbers` are those that the nodes of `tree` had in the draft, which
+    may have had more nodes, in another order."""
 
     sequence: Sequence
     tree: TokenTree

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from anydecode.models.families.causal.modernbert_decoder import MODERNBERT, MODERNBERT_DEFAULTS
 from anydecode.models.families.embedding_gemma2 import EMBEDDING_GEMMA_2
 from anydecode.models.families.family import Family, MixtureOfExperts, Scales
-from anydecode.models.families.patterns import all_full, full_every_third, no_rope
+from anydecode.models.families.patterns import all_full, no_rope
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, head_dim
 
@@ -131,22 +132,10 @@ FAMILIES |= {
     ),
     "modernbert": Family(
         _heads("ModernBert"),
-        full_every_third,
         causal=False,
         is_encoder=True,
-        norm="layer",
-        has_embedding_norm=True,
-        has_first_norm=False,
-        defaults={
-            "vocab_size": 50368,
-            "hidden_size": 768,
-            "num_hidden_layers": 22,
-            "num_attention_heads": 12,
-            "intermediate_size": 1152,
-            "hidden_activation": "gelu",
-            "layer_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-        },
+        **MODERNBERT,
+        defaults={**MODERNBERT_DEFAULTS, "layer_norm_eps": 1e-5},
     ),
     "nomic_bert": Family(
         ("NomicBertModel", "NomicBertForMaskedLM"),

@@ -12,6 +12,22 @@ from anydecode.models.limits import refusal
 #: The bases of rotary frequencies by the type of attention: their key in first configs, and the
 #: default.
 _THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+#: What its encoders (families/encoders.py) have, too.
+MODERNBERT: dict[str, Any] = {
+    "layer_types": full_every_third,
+    "norm": "layer",
+    "has_embedding_norm": True,
+    "has_first_norm": False,
+}
+MODERNBERT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "intermediate_size": 1152,
+    "hidden_activation": "gelu",
+    "max_position_embeddings": 8192,
+}
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -34,10 +50,7 @@ def _options(config: Config) -> dict[str, Any]:
 FAMILIES = {
     "modernbert-decoder": Family(
         ("ModernBertDecoderForCausalLM",),
-        full_every_third,
-        norm="layer",
-        has_embedding_norm=True,
-        has_first_norm=False,
+        **MODERNBERT,
         has_head_transform=True,
         derived=_options,
         keys={"norm_eps": ("layer_norm_eps",)},
@@ -53,14 +66,8 @@ FAMILIES = {
             "mlp.down_proj": "mlp.Wo",
         },
         defaults={
-            "vocab_size": 50368,
-            "hidden_size": 768,
-            "num_hidden_layers": 22,
-            "num_attention_heads": 12,
-            "intermediate_size": 1152,
-            "hidden_activation": "gelu",
+            **MODERNBERT_DEFAULTS,
             "classifier_activation": "gelu",
-            "max_position_embeddings": 8192,
             "tie_word_embeddings": True,
         },
     )
