@@ -70,8 +70,7 @@ def _embedded() -> Check:
     with random_model() as llm:
         model: Any = llm.model
         table = model.embed(np.arange(MASK + 1, dtype=np.int32)).astype(np.float64)
-        pool = SimpleNamespace(model=model)
-        sequence: Any = SimpleNamespace(kv_cache=lambda: SimpleNamespace(pool=pool))
+        sequence: Any = SimpleNamespace(model=lambda: model)
         decoder: Any = catalogue.build("lrd")
         actual = decoder.embeddings(sequence, canvas, np.arange(6))
     expected = table[[*PROMPT, MASK, MASK, MASK]]
