@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import anydecode
-from anydecode.cli import main
+from anydecode.cli import bench, main
 from registries import modules_of
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +150,68 @@ def test_every_fence_is_known_and_every_exception_has_a_reason(page: Path) -> No
         assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
         is_known = block.attributes in ("", ".slow") or NO_RUN.fullmatch(block.attributes)
         assert is_known, f"{name_of(page)}:{block.line}: {block.attributes}"
+
+
+def anydecode_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The commands of `anydecode` in the shell blocks of a page, also in those that do not run,
+    with the page's variables in place."""
+    variables: dict[str, str] = {}
+    for block in blocks(page):
+        for line in commands(block.code) if block.language == "sh" else ():
+            words = shlex.split(string.Template(line).safe_substitute(variables), comments=True)
+            named = [word.partition("=") for word in words]
+            if all(re.fullmatch("[A-Z]+", name) for name, _, _ in named):
+                variables |= {name: value for name, _, value in named}
+            for start in (["anydecode"], ["python", "-m", "anydecode"]):
+                if words[: len(start)] == start:
+                    yield f"{name_of(page)}:{block.line}: {line}", words[len(start) :]
+
+
+def parse(words: list[str]) -> None:
+    """Parse the arguments of `anydecode`, and run nothing. Raises what typer raises for wrong ones,
+    such as an option that the command does not have."""
+    command, rest = typer.main.get_command(main.app), words
+    if words[:1] == ["bench"] and words[1] != "--help":
+        command, rest = bench.bench_command(words[1]), words[2:]
+    waiting = [command]
+    while waiting:
+        one = waiting.pop()
+        one.callback = None
+        waiting += getattr(one, "commands", {}).values()
+    command(rest, standalone_mode=False)
+
+
+def test_every_command_takes_its_options() -> None:
+    pytest.importorskip("torch")  # of which modules of benchmarks have parts
+    with pytest.raises(Exception, match="No such option: --mehods"):
+        parse(["bench", "speculative", "--mehods", "auto"])
+    wrong = []
+    for where, words in (one for page in PAGES for one in anydecode_commands(page)):
+        try:
+            parse(words)
+        except Exception as error:
+            if "does not exist" not in str(error):  # a file of the reader
+                wrong.append(f"{where}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def unknown_command(text: str) -> str | None:
+    """The word behind `anydecode` in `text` that is no command; None if there is none."""
+    command: Any = typer.main.get_command(main.app)
+    for word in text.split()[1:]:
+        if not hasattr(command, "commands") or word.startswith("-"):
+            return None
+        if word not in command.commands:
+            return word
+        command = command.commands[word]
+    return None
+
+
+def test_every_command_in_the_text_exists() -> None:
+    assert unknown_command("anydecode train\nschedule --minutes 60") == "schedule"
+    for page in PAGES:
+        for text in re.findall(r"`(anydecode [^`]+)`", FENCE.sub("", page.read_text())):
+            assert unknown_command(text) is None, f"{name_of(page)}: {text}"
 
 
 def test_the_tutorials_show_the_examples() -> None:

@@ -112,6 +112,7 @@ def test_the_reranker_compares_yes_with_no(tmp_path: Path) -> None:
         ("model", "# Qwen3-Reranker-0.6B\n", True),
         ("model", "Unlike Qwen3-Reranker, this chats.\n", False),
         ("Qwen3-4B", None, False),
+        ("models--Qwen--Qwen3-Reranker-4B/snapshots/0123", None, True),
     ],
 )
 def test_a_reranker_is_known_by_its_name(
@@ -121,7 +122,7 @@ def test_a_reranker_is_known_by_its_name(
     from anydecode.models.yes_no import read_yes_no
 
     folder = tmp_path / name
-    folder.mkdir()
+    folder.mkdir(parents=True)
     if readme is not None:
         (folder / "README.md").write_text(readme)
     tokenizer: Any = WordTokenizer()

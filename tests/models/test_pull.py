@@ -261,6 +261,27 @@ def test_repos_are_looked_up_without_the_network(
     assert all(call["local_files_only"] for call in calls)
 
 
+def test_repos_are_looked_up_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """Where no other package has imported the modules of `huggingface_hub`, which are lazy."""
+    code = (
+        "from anydecode.models.loading import pull, resolve\n"
+        "from anydecode.errors import ModelNotFoundError\n"
+        "for call in (resolve, pull):\n"
+        "    try:\n"
+        "        call('owner/name')\n"
+        "    except ModelNotFoundError as error:\n"
+        "        print(error)"
+    )
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **offline}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        "owner/name is not on this machine; fetch it with: anydecode pull owner/name",
+        "owner/name is not on this machine and HF_HUB_OFFLINE is set",
+    ], done.stderr
+
+
 FILES = {
     "config.json": 10,
     "tokenizer.json": 20,
@@ -304,6 +325,33 @@ def test_only_needed_files_of_a_repo_are_fetched(
     written = {file.name for file in path.rglob("*")}
     assert written == FILES.keys() - {"pytorch_model.bin", "onnx/model.onnx", "README.md"}
     assert reported[-1] == (135, 135)
+
+
+def test_the_files_of_other_layouts_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modules of sentence-transformers, without which an embedding has no pooling, each file
+    that a tokenizer is read from, and heads; not the weights once more, or in other formats."""
+    modules = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
+    encoder = {"config.json", "modules.json", "model.safetensors", *modules}
+    others = {"onnx/config.json", "onnx/model.safetensors", "2_Dense/pytorch_model.bin"}
+    fake_hub(monkeypatch, tmp_path / "a", dict.fromkeys((*encoder, *others), 1))
+    path = pull("owner/name")
+    assert {str(file.relative_to(path)) for file in path.rglob("*.*")} == encoder
+
+    shard = "model-00001-of-00001.safetensors"
+    causal = {"config.json", shard, "spiece.model", "sentencepiece.bpe.model", "qwen.tiktoken"}
+    others = {"consolidated.safetensors", "consolidated-00001-of-00001.safetensors"}
+    fake_hub(monkeypatch, tmp_path / "b", dict.fromkeys((*causal, *others), 1))
+    assert {file.name for file in pull("owner/name").iterdir()} == causal
+    files = {"config.json": 1, "consolidated.safetensors": 1}
+    fake_hub(monkeypatch, tmp_path / "c", files)
+    assert {file.name for file in pull("owner/name").iterdir()} == set(files)
+
+    for number, name in enumerate(("medusa_lm_head.pt", "hydra_lm_head.pt")):
+        heads = {"config.json": 1, name: 1}
+        fake_hub(monkeypatch, tmp_path / f"heads-{number}", {**heads, "optimizer.pt": 1})
+        assert {file.name for file in pull("owner/name").iterdir()} == set(heads)
 
 
 def test_one_gguf_of_a_repo_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

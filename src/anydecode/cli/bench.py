@@ -6,7 +6,7 @@ A benchmark is a function whose parameters are typer options. To add one, add a 
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -149,15 +149,21 @@ app = typer.Typer(
 )
 
 
-def run_bench(name: str, arguments: list[str] | None = None) -> None:
-    """Run one benchmark of `BENCHES` with these command-line arguments (default: the process's
-    own).
-    """
+def bench_command(name: str) -> Any:
+    """The command of one benchmark of `BENCHES`, which is imported."""
     if name not in BENCHES:
         raise InvalidRequestError(f"no benchmark {name!r}: choose from {', '.join(BENCHES)}")
     module, _, function = BENCHES[name].target.partition(":")
     command = typer.Typer(add_completion=False, rich_markup_mode=None)
     command.command(name)(getattr(importlib.import_module(module), function))
+    return typer.main.get_command(command)
+
+
+def run_bench(name: str, arguments: list[str] | None = None) -> None:
+    """Run one benchmark of `BENCHES` with these command-line arguments (default: the process's
+    own).
+    """
+    command = bench_command(name)
     result = command(arguments, prog_name=f"anydecode bench {name}", standalone_mode=False)
     if isinstance(result, int) and result:
         raise typer.Exit(result)

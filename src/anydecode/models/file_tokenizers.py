@@ -283,3 +283,5 @@ _READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]]
     "tiktoken.model": _tiktoken,
     "qwen.tiktoken": _qwen,
 }
+#: The files that `tokenizer_of_files` reads.
+TOKENIZER_FILES = tuple(_READERS)

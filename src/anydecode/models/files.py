@@ -55,6 +55,14 @@ def _starts(path: Path) -> Iterator[str]:
     yield from (f"{name}:" for name in (path.name, path.stem))
 
 
+def folder_name(folder: Path) -> str:
+    """The name of a checkpoint: that of its folder or, in the hub's cache, where folders are named
+    by commits, that of its repository (owner/name)."""
+    if folder.parent.name != "snapshots":
+        return folder.name
+    return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
+
+
 def read_text(path: Path) -> str:
     """The text of a file.
 

@@ -13,6 +13,7 @@ from anydecode.errors import (
     UnsupportedCombinationError,
     one_line,
 )
+from anydecode.models.files import folder_name
 from anydecode.models.loading import resolve
 
 if TYPE_CHECKING:
@@ -83,6 +84,6 @@ def open_through_transformers(
 
 def _lacks(path: Path) -> str:
     return (
-        f"{path.name} runs through transformers: slower, its text may depend on the batch, and"
-        " methods that read or skip layers, adapters and dtype='int4' or 'int8' are refused"
+        f"{folder_name(path)} runs through transformers: slower, its text may depend on the batch,"
+        " and methods that read or skip layers, adapters and dtype='int4' or 'int8' are refused"
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.files import read_text
+from anydecode.models.files import folder_name, read_text
 
 _SYSTEM = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
@@ -44,7 +44,7 @@ def read_yes_no(checkpoint: Checkpoint) -> YesNo | None:
     if checkpoint.config.get("model_type") != "qwen3" or checkpoint.tokenizer is None:
         return None
     readme = checkpoint.path / "README.md"
-    is_named = _TITLE in checkpoint.path.name.lower()
+    is_named = _TITLE in folder_name(checkpoint.path).lower()
     if not is_named and readme.is_file():
         lines = read_text(readme).lower().splitlines()
         is_named = any(line.startswith("#") and _TITLE in line for line in lines)

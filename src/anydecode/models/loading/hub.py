@@ -13,18 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from anydecode.errors import AnydecodeError, ModelNotFoundError
+from anydecode.models.file_tokenizers import TOKENIZER_FILES
 from anydecode.models.loading.gguf_split import first_parts, part_names
+from anydecode.models.loading.torch_file import HEADS, heads_file
 
-#: The files of a checkpoint; pickled weights and files of other frameworks are not downloaded.
+#: The files of a checkpoint; files of other frameworks are not downloaded, and pickled weights only
+#: if they are those of heads that open.
 _FOLDER = [
     "*.json",
     "*.jinja",
-    "tokenizer.model",
-    "tiktoken.model",
+    *TOKENIZER_FILES,
     "merges.txt",
     "rwkv_vocab_*.txt",
     "*.safetensors",
+    *HEADS,
 ]
+#: The files of a module of sentence-transformers, whose folder has its number (1_Pooling).
+_MODULES = ["[0-9]_*/config.json", "[0-9]_*/model.safetensors"]
+#: The weights once more, in the layout of Mistral's own code.
+_DUPLICATES = "consolidated*.safetensors"
 #: The preferred GGUF file of a repo that has several, best first.
 _PREFERRED = (
     "Q4_K_M", "Q4_K_S", "MXFP4", "Q4_1", "IQ4_NL", "IQ4_XS", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0",
@@ -85,7 +92,8 @@ def fetch(name: str, progress: Progress | None) -> Path:
 def _quiet_hub() -> Iterator[Any]:
     """`huggingface_hub` with its telemetry disabled."""
     import huggingface_hub as hub
-    import huggingface_hub.errors  # noqa: F401  (not imported otherwise)
+    import huggingface_hub.constants
+    import huggingface_hub.errors  # noqa: F401  (neither is imported otherwise)
 
     before = hub.constants.HF_HUB_DISABLE_TELEMETRY
     hub.constants.HF_HUB_DISABLE_TELEMETRY = True
@@ -97,15 +105,21 @@ def _quiet_hub() -> Iterator[Any]:
 
 def _files_to_fetch(repo: str, files: list[str], choice: str) -> list[str]:
     ggufs = sorted(file for file in files if file.endswith(".gguf"))
-    if choice or not any(fnmatch(file, "*.safetensors") for file in files):
+    weights = [file for file in files if fnmatch(file, "*.safetensors")]
+    if choice or not (weights or set(HEADS).intersection(files)):
         chosen = _choose(ggufs, choice)
         if chosen is None:
             listed = f" among {', '.join(ggufs[:12])}" if ggufs else ""
             what = f"no GGUF file {choice!r}" if choice else "neither safetensors nor GGUF files"
             raise ModelNotFoundError(f"{repo} has {what}{listed}")
         return part_names(chosen)
-    outer = [file for file in files if "/" not in file]
-    return [file for file in outer if any(fnmatch(file, pattern) for pattern in _FOLDER)]
+    has_others = any("/" not in file and not fnmatch(file, _DUPLICATES) for file in weights)
+    return [
+        file
+        for file in files
+        if any(fnmatch(file, pattern) for pattern in (_MODULES if "/" in file else _FOLDER))
+        and not (has_others and fnmatch(file, _DUPLICATES))
+    ]
 
 
 def _choose(ggufs: list[str], choice: str) -> str | None:
@@ -120,7 +134,8 @@ def _choose(ggufs: list[str], choice: str) -> str | None:
 
 def _model_path(folder: Path, choice: str) -> Path | None:
     ggufs = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.gguf"))
-    if not choice and (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+    has_weights = any(folder.glob("*.safetensors")) or heads_file(folder) is not None
+    if not choice and (folder / "config.json").is_file() and has_weights:
         return folder
     chosen = _choose(ggufs, choice)
     return folder / chosen if chosen is not None else None

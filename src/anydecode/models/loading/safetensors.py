@@ -17,7 +17,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
 from anydecode.models.families.nested import completed
-from anydecode.models.files import read_json
+from anydecode.models.files import folder_name, read_json
 from anydecode.models.loading import (
     bd3lm,
     deepseek,
@@ -108,7 +108,7 @@ def load_folder(path: Path) -> Checkpoint:
     if settings:
         readers = dequantizing_readers(path, readers, settings)
     return Checkpoint(
-        name=path.name,
+        name=folder_name(path),
         path=path,
         config=config,
         tensors=LazyTensors(path, readers),
