@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,14 @@ import pytest
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
+from uvicorn import Config  # noqa: E402
+from uvicorn.server import ServerState  # noqa: E402
+
 from anydecode.certification.checks import scripted_llm  # noqa: E402
 from anydecode.server import admission  # noqa: E402
 from anydecode.server.admission import Pace  # noqa: E402
+from anydecode.server.connection import LimitedProtocol  # noqa: E402
+from anydecode.server.settings import Settings  # noqa: E402
 from server_client import Client, served  # noqa: E402
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
@@ -162,3 +169,87 @@ def test_large_bodies_are_received_at_a_limited_rate(monkeypatch: pytest.MonkeyP
     assert len(waits) == 8 and 3.9 < waits[-1] <= 4.0
     asyncio.run(Pace(1e9).wait(1000))
     assert len(waits) == 8
+
+
+@pytest.mark.parametrize("num_requests", [1, 3], ids=["one", "pipelined"])
+def test_a_client_that_reads_no_answer_is_disconnected(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, num_requests: int
+) -> None:
+    """A socket that is only closed would stay open until its buffer is read, and a request behind
+    the answer on the same connection would wait for ever."""
+    connection_made = LimitedProtocol.connection_made
+
+    def with_small_buffer(protocol: LimitedProtocol, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection_made(protocol, transport)
+
+    monkeypatch.setattr(LimitedProtocol, "connection_made", with_small_buffer)
+    with served(llm, stall_seconds=0.1) as client, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((client.http.base_url.host, client.http.base_url.port))
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * num_requests)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                time.sleep(0.01)
+                connection.send(b"\r\n")
+
+
+class Loop:
+    """An event loop of which a test calls the last timer."""
+
+    def call_later(self, seconds: float, callback: Any, *arguments: Any) -> Any:
+        self.timer = SimpleNamespace(cancel=lambda: None, run=lambda: callback(*arguments))
+        return self.timer
+
+
+class Transport:
+    """A transport with a buffer of a set size."""
+
+    size = 0
+    is_aborted = False
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(
+    "sizes, is_complete, is_aborted",
+    [
+        ((900, 800, 700), True, False),  # it reads slowly
+        ((900, 900), True, True),
+        ((900, 950), True, True),
+        ((900, 950), False, False),  # what it reads is replaced by more of the answer
+    ],
+)
+def test_a_client_that_reads_slowly_stays_connected(
+    sizes: tuple[int, ...], is_complete: bool, is_aborted: bool
+) -> None:
+    app = SimpleNamespace(settings=Settings())
+    loop, transport = Loop(), Transport()
+    protocol = LimitedProtocol(Config(app), ServerState(), {}, loop)
+    protocol.connection_made(transport)
+    protocol.cycle = SimpleNamespace(response_complete=is_complete)
+    transport.size = sizes[0]
+    protocol.on_response_complete()
+    for size in sizes[1:]:
+        transport.size = size
+        loop.timer.run()
+    assert transport.is_aborted == is_aborted
+
+
+def test_what_is_not_http_is_refused_in_json(llm: Any) -> None:
+    with served(llm) as client, connect(client) as connection:
+        connection.sendall(b"\x16\x03\x01 TLS\r\n\r\n")
+        head, _, content = received(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    error = json.loads(content)["error"]
+    assert error["message"] == "the request is not valid HTTP/1.1"

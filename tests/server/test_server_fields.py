@@ -660,6 +660,16 @@ def test_banned_words_are_short_and_may_be_many(
     assert few["choices"][0]["text"] == banned["choices"][0]["text"]
 
 
+def test_stop_tokens_have_the_names_of_vllm_too(client: Client) -> None:
+    fields = {"temperature": 0, "max_tokens": 8}
+    text = client.ask(COMPLETIONS, **fields)["choices"][0]["text"]
+    end = next(letter for letter in text[1:] if letter.isascii())
+    fields |= {"stop_token_ids": [ord(end)], "include_stop_str_in_output": True}
+    choice = client.ask(COMPLETIONS, **fields)["choices"][0]
+    assert choice["text"] == text[: text.index(end) + 1]
+    assert choice["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(
     "words", [["a"] * 2000 + [""], [[97]] * 2000 + [[]], [[97]] * 2000 + [[9999]]]
 )

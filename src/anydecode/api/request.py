@@ -159,6 +159,12 @@ class Request:
         return all(job.done for job in self.jobs)
 
     @property
+    def is_search(self) -> bool:
+        """Whether the samples are texts of one search: they end together, and may be fewer than
+        `n`."""
+        return self._order is SampleOrder.RANKED
+
+    @property
     def has_text(self) -> bool:
         """Whether `take_text` would return text."""
         return self._output_processor(0).has_text

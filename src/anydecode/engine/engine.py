@@ -701,8 +701,8 @@ class Engine:
             self._ended.setdefault(job, error)
             return
         self._ended.pop(job, None)
+        job.error = error  # first: another thread may look as soon as the job is done
         job.done = True
-        job.error = error
         try:
             self._release(job)
         finally:

@@ -80,12 +80,15 @@ class _ChatAnswer:
         stream_options = self.body.stream_options
         has_counts = stream_options is not None and stream_options.continuous_usage_stats
         opening = self._opening(head)
-        num_active = len(self.run.choices)
-        for index in range(num_active):
-            yield _chunk(opening, index, {"role": "assistant", "content": ""}, None, None)
+        role = {"role": "assistant", "content": ""}
+        yield _chunk(opening, 0, role, None, None)
+        num_begun, num_ended = 1, 0
         async for index, events, ended in self.chat_run.stream():
             if has_counts:
                 opening = self._opening(head)
+            if index == num_begun:
+                num_begun += 1
+                yield _chunk(opening, index, role, None, None)
             for delta, logprobs_object in self._deltas(index, events):
                 yield _chunk(opening, index, delta, logprobs_object, None)
             request, number = self.run.choices[index]
@@ -95,8 +98,8 @@ class _ChatAnswer:
             )
             if positions is not None:
                 yield _chunk(opening, index, {}, None, None, {"anydecode": {"canvas": positions}})
-            num_active -= ended
-            if ended and num_active:
+            num_ended += ended
+            if ended and num_ended < len(self.run.choices):
                 yield _chunk(opening, index, {}, None, self.chat_run.finish_reason(index))
             last = index
         fields = extension(self.run.generations(), self.service.tokenizer, self.body)

@@ -224,10 +224,10 @@ class ChatRun:
         Raises:
             Exception: The error that ended a request.
         """
-        choices = self.run.choices  # constant: `first_finish` is not streamed
+        await self.run.wait_for_progress()
+        choices = self.run.choices  # from now on constant: `first_finish` is not streamed
         active = set(range(len(choices)))
         while active:
-            await self.run.wait_for_progress()
             for index in sorted(active):
                 request, number = choices[index]
                 job = request.jobs[number]
@@ -240,6 +240,8 @@ class ChatRun:
                 events = list(self._parsers[index].push(text, final=ended, is_cut=is_cut))
                 self._note_calls(index, events)
                 yield index, events, ended
+            if active:
+                await self.run.wait_for_progress()
 
     def events(self, index: int, generation: Generation) -> list[Event]:
         """All events of a finished choice that was not streamed."""

@@ -154,12 +154,13 @@ class _CompletionAnswer:
         """The events of the stream."""
         head = self.service.head(self.CHUNK, self.ID_PREFIX, self.body.model)
         stream_options = self.body.stream_options
-        active = set(range(len(self.run.choices)))
+        await self.run.wait_for_progress()
+        choices = self.run.choices  # from now on constant: `first_finish` is not streamed
+        active = set(range(len(choices)))
         echoes = [self._echo(index) for index in sorted(active)]
         while active:
-            await self.run.wait_for_progress()
             for index in sorted(active):
-                request, number = self.run.choices[index]
+                request, number = choices[index]
                 job = request.jobs[number]
                 ended = job.done
                 if self._needs_prompt_logprobs(request):
@@ -184,6 +185,8 @@ class _CompletionAnswer:
                     fields = {"anydecode": extra} if extra else {}
                     counts = chunk_usage(self.run, stream_options)
                     yield encode_event({**head, **counts, "choices": [choice], **fields})
+            if active:
+                await self.run.wait_for_progress()
         if stream_options is not None and stream_options.include_usage:
             yield encode_event({**head, "choices": [], "usage": usage(self.run)})
         yield DONE

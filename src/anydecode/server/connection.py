@@ -1,5 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers: their size, and the time in which they
-arrive. Without them a connection could send one header line for ever."""
+"""uvicorn's HTTP/1.1 protocol with limits on headers, their size and the time in which they arrive,
+and on the time for which a client leaves an answer unread. Without them a connection could send one
+header line for ever, or keep the memory of an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection. The limits are those of the application's `Settings`.
 
     Headers, chunk sizes and trailers of more than `max_header` bytes end the connection before they
-    are complete. `AdmissionMiddleware` checks headers that arrive complete.
+    are complete. `AdmissionMiddleware` checks headers that arrive complete. A client that reads
+    nothing of what is left of its answer for `stall_seconds` is disconnected: a socket that is only
+    closed stays open until all is read.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -25,6 +28,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_bytes = 0  # received of these headers, or since the last part of the body
         self._has_headers = False
         self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -32,6 +36,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -59,6 +64,39 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_bytes = 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_buffer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_buffer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, "the request is not valid HTTP/1.1", code="invalid_request"))
+
+    def _watch_buffer(self) -> None:
+        """Disconnect the client if it reads nothing of what is buffered now for `stall_seconds`."""
+        self._stop_stall_timer()
+        if size := self.transport.get_write_buffer_size():
+            seconds = self._settings.stall_seconds
+            self._stall_timer = self.loop.call_later(seconds, self._check_stall, size)
+
+    def _check_stall(self, size_before: int) -> None:
+        # Nothing has been added since `_watch_buffer` has seen the buffer, except to an answer that
+        # has begun since then: its end, or a full buffer, is seen too.
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        may_grow = is_answering and not (self.flow.write_paused or self.transport.is_closing())
+        if may_grow or self.transport.get_write_buffer_size() < size_before:
+            self._watch_buffer()
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
     def _start_timer(self) -> None:
         self._stop_timer()
         seconds = self._settings.body_seconds
@@ -81,3 +119,4 @@ class LimitedProtocol(HttpToolsProtocol):
             length = b"content-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + length + body)
         self.transport.close()
+        self._watch_buffer()

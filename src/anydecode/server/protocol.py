@@ -115,7 +115,9 @@ _LISTS: dict[str, Any] = {
 #: Other names that a sampling option has in requests.
 OTHER_NAMES = {
     "banned_words": ("bad_words",),  # vLLM
+    "include_stop": ("include_stop_str_in_output",),  # vLLM
     "seed": ("random_seed",),
+    "stop_tokens": ("stop_token_ids",),  # vLLM
     "thinking_token_budget": ("max_thinking_tokens",),
 }
 

@@ -23,24 +23,28 @@ class ServerRun:
     """The engine requests of one HTTP request, one per prompt.
 
     An async context manager: entering it starts the requests, and leaving it cancels those that
-    still run.
+    still run. Meanwhile it is one of `active`.
 
     Args:
         llm: The model and its engine.
         requests: The engine requests.
+        active: The runs of the same model that have started and not ended.
         on_end: Called when the block ends, before anything is cancelled.
-        streamed: Whether `wait_for_progress` returns after every token, not only at the end.
+        streamed: Whether `wait_for_progress` returns after every token, not only at the end. The
+            texts of a search are known only at the end, and so is their number.
     """
 
     def __init__(
         self,
         llm: LLM,
         requests: list[Request],
+        active: set[ServerRun],
         on_end: Callable[[ServerRun], None],
         streamed: bool = False,
     ) -> None:
         self.llm = llm
-        self.streamed = streamed
+        self.streamed = streamed and not any(request.is_search for request in requests)
+        self._active = active
         self._on_end = on_end
         self.requests = requests
         self._loop = asyncio.get_running_loop()
@@ -49,12 +53,14 @@ class ServerRun:
         self._generations: list[Generation] | None = None
 
     async def __aenter__(self) -> ServerRun:
+        self._active.add(self)
         for request in self.requests:
             request.notify(self._schedule_wakeup)
             self.llm.start(request)
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self._active.discard(self)
         self._on_end(self)
         self.cancel()
 

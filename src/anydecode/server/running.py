@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import socket
 import sys
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -25,6 +27,9 @@ from anydecode.server.telemetry import Telemetry, from_environment
 #: How long a thread keeps the interpreter lock while others wait for it, in seconds: a tenth of
 #: Python's default, which is as long as a token of a small model takes.
 _SWITCH_SECONDS = 0.0005
+#: How long after the requests have been ended at a shutdown their answers may still be sent, and
+#: how often requests are ended meanwhile, in seconds.
+_ANSWER_SECONDS, _END_SECONDS = 5, 0.1
 
 
 class _Server(uvicorn.Server):
@@ -59,12 +64,26 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.config.app.app.state  # type: ignore[union-attr]
         responses, batches = state.responses, state.batches
-        await asyncio.gather(super().shutdown(sockets), responses.drain(), batches.drain())
+        drained = asyncio.gather(responses.drain(), batches.drain())
+        ending = asyncio.ensure_future(self._end_requests(state.models, drained))
+        await asyncio.gather(super().shutdown(sockets), drained)
+        ending.cancel()
         await responses.close()
         await state.models.stop()
         self._warming.cancel()
         if self._has_frozen:
             gc.unfreeze()
+
+    async def _end_requests(self, models: ServedModels, drained: asyncio.Future[Any]) -> None:
+        """End the requests that still run after `drain_seconds`, so that they are answered: also
+        those that are still being prepared then."""
+        await asyncio.sleep(models.settings.drain_seconds)
+        await asyncio.shield(drained)  # what runs in the background has ended in its own way
+        while True:
+            for service in models.loaded:
+                for run in service.active:
+                    run.cancel()
+            await asyncio.sleep(_END_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         admission: AdmissionMiddleware = self.config.app  # type: ignore[assignment]
@@ -95,7 +114,7 @@ def _server(models: ServedModels, telemetry: Telemetry | None = None) -> _Server
         lifespan="off",
         server_header=False,
         proxy_headers=False,  # the client's address is not used
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + _ANSWER_SECONDS,
         timeout_keep_alive=30,
     )
     return _Server(config)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from uuid import uuid4
 
@@ -59,6 +59,7 @@ class Service:
         self.preparation = Preparation(llm, settings)
         self.logprob_budget = LogprobBudget(settings.max_logprobs)
         self.created = int(time.time())
+        self.active: set[ServerRun] = set()  # runs that have started and not ended
         #: Held while a request loads an adapter, so that none exceeds the limit.
         self.adapter_lock = asyncio.Lock()
         template = self.tokenizer.chat_template
@@ -156,7 +157,8 @@ class Service:
         self, requests: list[Request], state: dict[str, Any], streamed: bool = False
     ) -> ServerRun:
         """Build one run of several engine requests, not started."""
-        return ServerRun(self.llm, requests, lambda run: self._on_end(run, state), streamed)
+        on_end = partial(self._on_end, state)
+        return ServerRun(self.llm, requests, self.active, on_end, streamed)
 
     def parser(
         self, prompt_end: str, parse: Callable[[TextStream], Steps[None]] | None = None
@@ -214,7 +216,7 @@ class Service:
             "model": model or self.settings.name,
         }
 
-    def _on_end(self, run: ServerRun, state: dict[str, Any]) -> None:
+    def _on_end(self, state: dict[str, Any], run: ServerRun) -> None:
         """Record how a run ended. Counting finished runs is deferred to `state["count"]`."""
         # Without the decoder's parameters, which may be texts of the caller.
         facts: dict[str, Any] = {"decoder": run.requests[0].name.partition(":")[0]}
