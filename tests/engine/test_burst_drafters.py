@@ -18,7 +18,7 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.decoders.speculative.auto import MAX_BURST_TOKENS
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.decoders.speculative.draft_sources import DraftRecord, LearnedDrafts, ModelSource
 from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
@@ -32,7 +32,7 @@ from anydecode.models.opening import open_model
 from anydecode.models.self_drafts import open_draft
 from anydecode.sampling import sampler
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 from bursts import Burst, Chain, drafts_by_rule, recorded
 from draft_folders import drafter_folder, target_folder

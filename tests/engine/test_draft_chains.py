@@ -19,13 +19,13 @@ from anydecode.certification.tiny import (
 )
 from anydecode.certification.tiny_heads import hydra_checkpoint
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.kernels.formats import dequantize_rows, plain_weight, quantize
 from anydecode.kernels.native import NativeExecutor
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 DRAFTERS: dict[str, Callable[[], LLM]] = {
     "EAGLE": partial(with_drafter, eagle_checkpoint),

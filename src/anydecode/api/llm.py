@@ -78,7 +78,7 @@ from anydecode.scoring.cost import CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS
 from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
-from anydecode.scoring.sequence import TARGET
+from anydecode.scoring.sequence import DRAFT, TARGET
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -215,13 +215,13 @@ class LLM:
         self._own_draft = partial(
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
-        tokenizers = {TARGET: self.tokenizer, "draft": self.tokenizer}
+        tokenizers = {TARGET: self.tokenizer, DRAFT: self.tokenizer}
         if draft is None:
             shipped = open_shipped_draft(self.model, threads=threads, backend=backend)
             if shipped is not None:
-                self.add_runner("draft", shipped)
+                self.add_runner(DRAFT, shipped)
         for number, one in enumerate(one for one in drafts if one not in (None, "none")):
-            name = f"draft-{number + 1}" if number else "draft"
+            name = f"{DRAFT}-{number + 1}" if number else DRAFT
             draft_model, draft_tokenizer = open_draft(
                 one, self.model, dtype=dtype, threads=threads, backend=backend
             )
@@ -253,10 +253,10 @@ class LLM:
         """Open the module of the model's own checkpoint that predicts further tokens as the draft
         model, if there is one and there is no other draft model."""
         with self._draft_lock:
-            if "draft" not in self.engine.runners:
+            if DRAFT not in self.engine.runners:
                 module = self._own_draft()
                 if module is not None:
-                    self.add_runner("draft", module)
+                    self.add_runner(DRAFT, module)
 
     def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
         """Add a model runner to the engine, for methods that use several models."""

@@ -21,7 +21,7 @@ from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
 from anydecode.scoring.draft_states import DraftStates
-from anydecode.scoring.sequence import TARGET
+from anydecode.scoring.sequence import DRAFT, TARGET
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Resources:
                     " one in use drafts from the target's states: give another (draft=, --draft) or"
                     " use decoder 'eagle' or 'auto'"
                 )
-        further = self.draft_runners(needs) if "draft" in needs.attention_only else ()
+        further = self.draft_runners(needs) if DRAFT in needs.attention_only else ()
         for runner in {*needs.attention_only, *further} & self.engine.runners.keys():
             spec = self.engine.runners[runner].model.spec
             has_states = any(shape.state_shape for shape in spec.recurrences.values())

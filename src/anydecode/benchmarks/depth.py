@@ -18,13 +18,13 @@ from anydecode.api.llm import LLM
 from anydecode.catalogue import lookup
 from anydecode.certification.agreement import teacher_forced
 from anydecode.decoders.depth.del_ import head_cost
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import OutputSpec, Rows, SkippedParts
 from anydecode.kernels.routes import Route
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.models.transformer import Transformer
 from anydecode.report import split_methods, table_console
+from anydecode.scoring.sequence import DRAFT
 from anydecode.tasks.prompts import spread
 
 METHODS = "multi-step,layerskip,del,specbound,swift,ffn-skip,skipdecode"

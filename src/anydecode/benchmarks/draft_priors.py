@@ -15,12 +15,12 @@ import typer
 from anydecode.api.llm import LLM
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative.auto import Auto
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, class_of
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
+from anydecode.scoring.sequence import DRAFT
 from anydecode.training.generated import generate_prompts
 
 #: The ranks of token recycling's matrix.

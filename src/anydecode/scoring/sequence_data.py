@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 AnySequence = TypeVar("AnySequence", bound="SequenceData")
 
-TARGET = "target"
+#: The names of the model runners that generate and draft.
+TARGET, DRAFT = "target", "draft"
 _ids = count()
 
 

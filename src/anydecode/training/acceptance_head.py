@@ -27,11 +27,11 @@ from anydecode.decoders.speculative.acceptance_head import (
     AcceptanceHead,
     OnlineHead,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.specdecpp import ThresholdDrafter
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.acceptance_head import FILE_NAME, AcceptanceWeights
 from anydecode.models.exit_files import model_fingerprint, network_of
+from anydecode.scoring.sequence import DRAFT
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import run_requests
 from anydecode.training.run import LossRun, check_budget

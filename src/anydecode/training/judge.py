@@ -32,13 +32,13 @@ from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
 from anydecode.decoders.framework.judging import JudgeAcceptance
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, ModelDrafter, truncate_to_prefix
+from anydecode.decoders.speculative.draft_model import ModelDrafter, truncate_to_prefix
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_files import model_fingerprint, network_of
 from anydecode.models.judge import FILE_NAME, Judge
 from anydecode.rewards.answers import AnswerFinder
 from anydecode.scoring.score import DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.tasks.word_problems import word_problem
 from anydecode.training.checkpoint import load_state, save_json, save_state
 from anydecode.training.generated import rendered_prompt, run_requests

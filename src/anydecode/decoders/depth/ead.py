@@ -14,16 +14,11 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.two_models import (
-    DRAFT,
-    emit_sampled,
-    next_row,
-    refuse_guidance,
-)
+from anydecode.decoders.framework.two_models import emit_sampled, next_row, refuse_guidance
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.truncation import entropy, log_probabilities
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 

@@ -17,9 +17,8 @@ import numpy as np
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.self_speculation import DepthSession, Drafting, SelfSpeculative
 from anydecode.decoders.framework.draft_candidates import draft_token
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.scoring.score import DecoderAction, ScoreRequest, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 #: Rows of a prompt whose states are read at a time, and maximum number of states of rows without
 #: drafts that are kept for the trained layer.

@@ -17,13 +17,12 @@ from anydecode.decoders.depth.trained_routes import TrainedRoutes
 from anydecode.decoders.framework.acceptance import TokenExact
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.growing_tree import GrowingTree
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import Variant
 from anydecode.kernels.routes import Guide, Route, RoutedPass
 from anydecode.models.exit_predictors import NUM_CANDIDATES, ExitPredictors
 from anydecode.scoring.score import DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 

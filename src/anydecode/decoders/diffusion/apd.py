@@ -18,9 +18,7 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.diffusion.denoiser import Denoiser
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
-
-DRAFT = "draft"
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 
 class JointDenoiser(Denoiser):

@@ -28,9 +28,8 @@ from anydecode.decoders.framework.canvas_spans import (
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
-DRAFT = "draft"
 PLANNERS = ("self", "draft")
 
 

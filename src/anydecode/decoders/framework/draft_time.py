@@ -6,9 +6,8 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, TypeVar
 
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.scoring.score import DecoderAction, Ticket
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 
 T = TypeVar("T")
 

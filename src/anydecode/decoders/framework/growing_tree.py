@@ -13,11 +13,10 @@ from anydecode.decoders.framework.draft_candidates import (
     draft_candidates,
     fit_vocab,
 )
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.kernels.interface import Variant
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 TreeNoise = Literal["target", "own", "none"]

@@ -12,12 +12,11 @@ from anydecode.decoders.framework.acceptance import (
     TokenExact,
     untruncated_distribution,
 )
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.exit_files import network_of
 from anydecode.models.judge import Judge
 from anydecode.scoring.score import Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.sequence_data import SequenceData
 from anydecode.scoring.tree import TokenTree
 

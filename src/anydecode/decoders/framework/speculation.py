@@ -18,12 +18,11 @@ from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
 from anydecode.decoders.framework.draft_time import counted
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Maximum number of tokens forced by a constraint that one round drafts.

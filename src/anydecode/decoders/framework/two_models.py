@@ -9,13 +9,11 @@ import numpy as np
 
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.scoring.score import ActionResult, DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 
 #: From the target's logits and the other model's, float32 `[vocab_size]` of the target each, to the
 #: logits of the next token.
 Mix = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-DRAFT = "draft"
 
 
 def mixed_decoding(sequence: Sequence, mix: Mix) -> Decoding:

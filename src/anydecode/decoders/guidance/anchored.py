@@ -17,12 +17,12 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.byte_reader import END, ByteReader, next_byte
-from anydecode.decoders.framework.two_models import DRAFT, refuse_guidance
+from anydecode.decoders.framework.two_models import refuse_guidance
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ActionResult, DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.state import StateKey
 from anydecode.scoring.teacher_forcing import score_tokens
 

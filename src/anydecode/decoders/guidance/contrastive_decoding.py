@@ -7,13 +7,13 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.two_models import DRAFT, mixed_decoding
+from anydecode.decoders.framework.two_models import mixed_decoding
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.contrast import Plausible, contrasted
 from anydecode.sampling.sampler import Sampler
 from anydecode.sampling.truncation import log_probabilities
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 
 @register(

@@ -20,7 +20,6 @@ from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.branches import emit_from
 from anydecode.decoders.framework.pooled_states import encoded, pooled_state
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -34,7 +33,7 @@ from anydecode.models.sentence_diffusion import (
 )
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.score import ActionResult, Call, DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 #: How many points around a predicted embedding the classifier reads.

@@ -19,13 +19,12 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.branches import emit_from
 from anydecode.decoders.framework.rollouts import MAX_ROLLOUTS, Rollout, Rollouts
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.decoders.framework.valuing import Valuing
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.rewards import registry
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ActionResult, DecoderAction, Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 #: The principles by which an instruction is rewritten.

@@ -13,7 +13,6 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.two_models import DRAFT
 from anydecode.decoders.framework.valuing import Valuing
 from anydecode.decoders.search.looking_ahead import Looking
 from anydecode.errors import InvalidRequestError, RewardError
@@ -21,7 +20,7 @@ from anydecode.rewards import registry
 from anydecode.sampling.candidates import Distribution
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 
 #: The largest exponent of the indirect estimate.
 _MAX_EXPONENT = 50.0

@@ -45,7 +45,6 @@ from anydecode.decoders.speculative.draft_choice import (
     model_rate,
     with_chain,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_sources import (
     MAX_BURST_TOKENS,
     PRIORS,
@@ -69,7 +68,7 @@ from anydecode.kernels.interface import (
     CopyText,
 )
 from anydecode.scoring.score import Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Memory of the most probable successors of one pair of tokens, in bytes.

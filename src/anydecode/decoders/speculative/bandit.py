@@ -25,11 +25,11 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.framework.thompson import CONTROLS, Posterior
-from anydecode.decoders.speculative.draft_model import DRAFT, ModelDrafter, draft_chain
+from anydecode.decoders.speculative.draft_model import ModelDrafter, draft_chain
 from anydecode.decoders.speculative.goodput import chain_drafter
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 
 class BanditBudget(DraftBudget):

@@ -8,9 +8,8 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal
 from anydecode.decoders.speculative.draft_blocks import BlockTree, score_block
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.errors import InvalidRequestError
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import TokenTree
 
 

@@ -24,11 +24,10 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHOSEN_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.eagle import EagleDrafter
 from anydecode.models.spec import CHIMERA
 from anydecode.scoring.score import DecoderAction, ScoreRequest, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT
 
 

@@ -12,10 +12,9 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.canvas_spans import canvas_span, score_canvas, visible_positions
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.speculation import Drafter, DraftSession
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 
 class DiffusionDrafter(Drafter):

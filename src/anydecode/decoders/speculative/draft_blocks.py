@@ -17,12 +17,11 @@ from anydecode.decoders.framework.draft_candidates import (
     draft_candidates,
     fit_vocab,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.kernels.interface import Rows
 from anydecode.models.spec import BlockSpec
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ScoreRequest, Scores
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.span import ChainSpan, JointSpan
 from anydecode.scoring.tree import ROOT, TokenTree
 

@@ -15,9 +15,8 @@ from anydecode.decoders.framework.speculation import Drafter, DraftSession, Prop
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 
-DRAFT = "draft"
 #: What drafters learn that `anydecode train drafter` makes, for cards.
 LEARNED = (
     "anydecode train drafter learns the target's distributions on the model's own answers, by KL"

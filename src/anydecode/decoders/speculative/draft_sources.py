@@ -14,12 +14,12 @@ import numpy as np
 
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.framework.speculation import SpeculationRound
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.decoders.speculative.match_cursor import MatchCursor
 from anydecode.decoders.speculative.successors import Successors
 from anydecode.kernels.interface import NUM_BINS, BurstDrafter, BurstDrafts, CopyMatch, CopyText
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT
 
 #: Lower bounds of the match-length classes.

@@ -16,9 +16,8 @@ from anydecode.decoders.framework.speculation import (
     Proposal,
     SpeculationRound,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import TokenTree
 
 

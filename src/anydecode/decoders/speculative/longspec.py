@@ -23,12 +23,11 @@ from anydecode.decoders.framework.speculation import (
     SpeculationRound,
     Speculative,
 )
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.draft_trees import TreeDrafter, TreeSession
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT
 
 

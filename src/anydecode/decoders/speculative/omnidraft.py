@@ -28,11 +28,11 @@ from anydecode.decoders.framework.speculation import (
 )
 from anydecode.decoders.speculative.acceptance_head import OnlineHead
 from anydecode.decoders.speculative.draft_correction import Correction, Loss
-from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
+from anydecode.decoders.speculative.draft_model import truncate_to_prefix
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.models.tokenizer import Tokenizer
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
 #: Rank of the trained addition to the output layer.

@@ -26,7 +26,6 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.draft_correction import Correction
-from anydecode.decoders.speculative.draft_model import DRAFT
 from anydecode.decoders.speculative.rejected_drafts import (
     RejectedDraft,
     WeightUpdates,
@@ -37,7 +36,7 @@ from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
 from anydecode.models.transformer import Transformer
 from anydecode.models.weight_training import can_train, num_parameters
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import TokenTree
 
 #: Number of most probable tokens of the target's distribution that an example keeps.

@@ -19,11 +19,11 @@ from anydecode.decoders.framework.rejection import (
 )
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import draft_share, verify_tree
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import Decoding, Scores, Submit, Wait
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Drafts per round before the draft model's passes were measured, and their maximum number.

@@ -26,10 +26,10 @@ from anydecode.decoders.framework.rejection import (
 )
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
-from anydecode.decoders.speculative.draft_model import DRAFT, truncate_to_prefix
+from anydecode.decoders.speculative.draft_model import truncate_to_prefix
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 
 #: The strongest shift, whose powers of e are finite.
 MAX_ETA = 100

@@ -24,11 +24,11 @@ from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import CHAIN_NOISE, LOGIT_RULES, logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import draft_share, verify_tree
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, Submit, Ticket, Wait
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: The number of accepted drafts, and the bonus token after them.

@@ -29,12 +29,12 @@ from anydecode.decoders.framework.speculation import (
     Speculative,
 )
 from anydecode.decoders.speculative.acceptance_head import AcceptanceHead, OnlineHead
-from anydecode.decoders.speculative.draft_model import DRAFT, draft_chain
+from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.models.acceptance_head import AcceptanceWeights
 from anydecode.models.exit_files import network_of
 from anydecode.sampling.sampler import Sampler
-from anydecode.scoring.sequence import TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
 
 
