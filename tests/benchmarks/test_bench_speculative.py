@@ -194,6 +194,7 @@ def test_a_run_reports_all_methods(
     report = {
         "machine": {"cpu": "c", "cores": 2, "threads": 0},
         "model": "scripted",
+        "drafting": "smartspec-server",
         "tokens": 12,
         "data": "two",
         "rows": summary(runs),
@@ -204,6 +205,7 @@ def test_a_run_reports_all_methods(
     print_report(report)
     printed = capsys.readouterr().out
     assert "prompt-lookup" in printed and "differ" not in printed
+    assert "draft policy: smartspec-server" in " ".join(printed.split())
     assert printed.index("answers that do not loop") < printed.index("all answers")
     assert max(map(len, printed.splitlines())) <= 100
     draw(report, tmp_path / "x.svg")
@@ -257,7 +259,7 @@ def test_without_data_it_prints_where_to_get_it(
     )
     assert "question.jsonl" in capsys.readouterr().err
     report = json.loads(file.read_text())
-    assert report["data"] == "own prompts"
+    assert (report["data"], report["drafting"]) == ("own prompts", "smartspec-server")
     assert {row["category"] for row in report["rows"]} >= {"overall", "code", "summary"}
     assert "overall" in picture.read_text()
 

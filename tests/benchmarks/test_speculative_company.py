@@ -137,7 +137,7 @@ def test_a_different_text_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert [group.same_text for group in groups] == [3, 3]
     report = {
         "machine": {"cpu": "c", "cores": 2}, "model": "scripted", "tokens": 12, "data": "two",
-        "rows": [], "company": company_summary(groups), "memory": {},
+        "drafting": "fixed", "rows": [], "company": company_summary(groups), "memory": {},
     }  # fmt: skip
     print_report(report)
     printed = capsys.readouterr().out
@@ -163,15 +163,18 @@ def test_the_command_reports_company_beside_single_answers(
     captured = capsys.readouterr()
     assert "--company 8: no group, as there are 5 prompts only" in captured.err
     assert "together" in captured.out
+    assert "draft policy: smartspec-server" in " ".join(captured.out.split())
     table = captured.out.partition("T=0, ")[2].partition("Prompts answered together")[0]
     assert max(map(len, table.splitlines())) <= 80
     assert max(map(len, captured.out.splitlines())) <= 100
     found = [(row["method"], row["together"], row["groups"]) for row in report["company"]]
     assert found == [("auto", 1, 5), ("auto", 2, 2), (MULTI_STEP, 1, 5), (MULTI_STEP, 2, 2)]
     assert len(report["groups"]) == 2 * 5 + 2 * 2
-    report = _run(monkeypatch, tmp_path, "")
+    report = _run(monkeypatch, tmp_path, "", drafting="fixed")
     assert report["company"] == report["groups"] == []
-    assert "together" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "together" not in printed and "draft policy: fixed" in printed
+    assert report["drafting"] == "fixed"
 
 
 def test_groups_are_resumed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def bench_speculative(
     drafting: Annotated[
         str,
         typer.Option(
-            "--drafting", help="How much requests together draft; fixed: what their methods say."
+            "--drafting",
+            help="Draft policy: how much requests together draft; fixed: what their methods say.",
         ),
     ] = "smartspec-server",
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: every core.")] = 0,
@@ -247,6 +248,7 @@ def bench_speculative(
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
         "drafts": {name: path for name, path in drafts.items() if path is not None},
+        "drafting": drafting,
         "tokens": tokens,
         "data": [file.name for file in data] if data else "own prompts",
         "rows": summary(runs),

@@ -27,7 +27,7 @@ def print_report(report: dict[str, Any]) -> None:
     _print_text(
         console,
         f"{machine['cpu']}, {machine['cores']} cores; {report['model']}, {report['tokens']} tokens,"
-        f" {report['data']}",
+        f" {report['data']}; draft policy: {report['drafting']}",
     )
     _print_text(
         console,
