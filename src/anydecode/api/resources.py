@@ -15,13 +15,16 @@ from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.interface import Model
-from anydecode.models.spec import CHIMERA, EARLY_EXIT
+from anydecode.models.spec import CHIMERA, EARLY_EXIT, FALCON, PARALLELSPEC
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
 from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.sequence import DRAFT, TARGET
+
+#: The decoders of drafters of blocks by architecture; those of the others: dflash.
+BLOCK_DECODERS = {FALCON: "falcon", PARALLELSPEC: "parallelspec"}
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,10 @@ class Resources:
                     " as `anydecode train drafter --recipe early-exit` trains"
                 )
             if spec.drafts_blocks_only and not needs.drafts_blocks:
+                other = BLOCK_DECODERS.get(spec.architecture, "dflash")
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model that drafts one token per pass; the"
-                    " one given drafts blocks from the target's states: use decoder 'dflash'"
+                    f" one given drafts blocks from the target's states: use decoder {other!r}"
                 )
             if spec.architecture == CHIMERA and not needs.drafts_trigrams:
                 raise UnsupportedCombinationError(

@@ -205,7 +205,7 @@ class _BlockDrafter:
         target, tokens = self.target.weights, None
         embedding = own_or_target(reader, "embed_tokens", outer, target.embedding, packed, name)
         if spec.head_size:
-            tokens = head_tokens(self.checkpoint, spec.head_size)
+            tokens = head_tokens(self.checkpoint, spec.head_size, spec.vocab_size)
             head = reduced_head(reader, tokens, spec.hidden_size, target.head, self.read_rows, name)
         else:
             head = own_or_target(reader, "lm_head", outer, target.head, packed, name)

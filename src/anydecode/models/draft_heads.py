@@ -40,7 +40,7 @@ from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.loading.lazy import LazyTensors, Reader
 from anydecode.models.network import LayerWeights, ModelWeights, Network
-from anydecode.models.spec import BlockSpec, ModelSpec, StateSpec
+from anydecode.models.spec import FALCON, PARALLELSPEC, BlockSpec, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
 #: Class names of configs whose tapped layers are counted by their outputs, not their inputs.
@@ -165,7 +165,7 @@ class _Eagle:
         )
         return replace(
             own,
-            architecture="Eagle" if block is None else "ParallelSpec",
+            architecture="Eagle" if block is None else PARALLELSPEC,
             layers=(first, *own.layers[1:]),
             states=states,
             block=block,
@@ -252,7 +252,7 @@ class _Falcon(_Eagle):
         spec, size = super()._spec(spec), int_value(self.config, "k_mask", high=MAX_COUNT)
         states = StateSpec((), self.target.spec.hidden_size, joins=self.joins, stride=size)
         block = BlockSpec(size, None, predicts_next=True)
-        return replace(spec, architecture="Falcon", states=states, block=block)
+        return replace(spec, architecture=FALCON, states=states, block=block)
 
     def _states(self) -> StateWeights:
         return StateWeights(cells=[self._cell(0, 2 * self.hidden), self._cell(1, self.hidden)])
@@ -343,7 +343,7 @@ class _Eagle3(_Eagle):
 
     def _tokens(self, size: int) -> np.ndarray:
         """The tokens of the head's rows."""
-        return head_tokens(self.checkpoint, size)
+        return head_tokens(self.checkpoint, size, self.spec.vocab_size)
 
     def _states(self) -> StateWeights:
         states, hidden, read = self.spec.states, self.hidden, self.reader.vector

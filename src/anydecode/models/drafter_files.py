@@ -149,20 +149,35 @@ def mapped_tokens(checkpoint: Checkpoint, vocab_size: int) -> np.ndarray | None:
     return tokens
 
 
-def head_tokens(checkpoint: Checkpoint, size: int) -> np.ndarray:
-    """The tokens of the `size` rows of a head, int64: d2t has their offsets from the row's number;
-    in some files the tokens themselves, which t2d tells."""
-    stored = np.asarray(checkpoint.tensors["d2t"])
+def head_tokens(checkpoint: Checkpoint, size: int, vocab_size: int) -> np.ndarray:
+    """The tokens of the `size` rows of a head, int64, below `vocab_size`.
+
+    d2t has their offsets from the row's number, as vLLM, SGLang and SpecForge read it; in some
+    files the tokens themselves. t2d tells which; without it, they are offsets unless these name no
+    different tokens of the vocabulary.
+    """
+    stored, name = np.asarray(checkpoint.tensors["d2t"]), checkpoint.name
     if stored.shape != (size,) or stored.dtype.kind not in "iu":
         raise CheckpointError(
-            f"{checkpoint.name}: d2t is {stored.dtype} of shape {stored.shape}, not {size} integers"
+            f"{name}: d2t is {stored.dtype} of shape {stored.shape}, not {size} integers"
         )
     stored = stored.astype(np.int64)
-    tokens: np.ndarray = stored + np.arange(size)
-    if "t2d" not in checkpoint.tensors:
-        return tokens
-    kept = np.flatnonzero(np.asarray(checkpoint.tensors["t2d"]))
-    for reading in (tokens, stored):
-        if np.array_equal(np.sort(reading), kept):
-            return reading
-    raise CheckpointError(f"{checkpoint.name}: d2t and t2d name different tokens")
+    kept = None
+    if "t2d" in checkpoint.tensors:
+        kept = np.flatnonzero(np.asarray(checkpoint.tensors["t2d"]))
+    tokens: np.ndarray
+    for tokens in (stored + np.arange(size), stored):
+        ordered = np.sort(tokens)
+        if kept is not None:
+            is_fitting = np.array_equal(ordered, kept)
+        else:
+            is_distinct = bool((np.diff(ordered) > 0).all())
+            is_fitting = is_distinct and ordered[0] >= 0 and ordered[-1] < vocab_size
+        if is_fitting:
+            return tokens
+    if kept is not None:
+        raise CheckpointError(f"{name}: d2t and t2d name different tokens")
+    raise CheckpointError(
+        f"{name}: d2t has neither the offsets of {size} different tokens below {vocab_size} from"
+        " their rows nor the tokens"
+    )

@@ -118,5 +118,5 @@ def _head(
         shape = (target.spec.vocab_size, hidden)
         return own_or_target(reader, "lm_head", shape, other, packed, checkpoint.name), None
     size = int_value(checkpoint.config, "draft_vocab_size", high=MAX_TOKENS)
-    tokens = head_tokens(checkpoint, size)
+    tokens = head_tokens(checkpoint, size, target.spec.vocab_size)
     return reduced_head(reader, tokens, hidden, other, read_rows, checkpoint.name), tokens

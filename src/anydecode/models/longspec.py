@@ -110,7 +110,7 @@ def _read(
     packed = [source.embedding, last.key.weight, last.value.weight]
     tokens, shape = None, (spec.vocab_size, hidden)
     if size:
-        tokens = head_tokens(checkpoint, size)
+        tokens = head_tokens(checkpoint, size, spec.vocab_size)
         head = reduced_head(reader, tokens, hidden, source.head, read_rows, checkpoint.name)
     else:
         head = own_or_target(reader, "lm_head", shape, source.head, packed, checkpoint.name)

@@ -41,8 +41,8 @@ MAX_ENTRY, MAX_SELECTIONS = 256, 4
 
 #: The architecture of drafters that are an early exit of their target.
 EARLY_EXIT = "EarlyExit"
-#: That of drafters of Chimera.
-CHIMERA = "Chimera"
+#: That of drafters of Chimera, Falcon and ParallelSpec.
+CHIMERA, FALCON, PARALLELSPEC = "Chimera", "Falcon", "ParallelSpec"
 
 
 @dataclass(frozen=True)

@@ -471,7 +471,7 @@ def test_parallel_draft_models_draft_as_many_tokens_as_published(kind: str, most
 def test_methods_that_draft_token_by_token_refuse(decoder: str) -> None:
     with (
         with_drafter(dflash_checkpoint, cache_positions=256) as llm,
-        pytest.raises(UnsupportedCombinationError, match="'dflash'") as refused,
+        pytest.raises(UnsupportedCombinationError, match="use decoder 'dflash'") as refused,
     ):
         llm.generate("x", decoder=decoder, max_tokens=4)
     assert "\n" not in str(refused.value)

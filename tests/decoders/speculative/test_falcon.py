@@ -211,7 +211,7 @@ def test_a_drafter_of_masks_drafts_one_block() -> None:
 def test_methods_with_one_token_per_pass_refuse_it() -> None:
     with (
         with_drafter(falcon_checkpoint, cache_positions=256) as llm,
-        pytest.raises(UnsupportedCombinationError, match="the one given drafts blocks"),
+        pytest.raises(UnsupportedCombinationError, match="use decoder 'falcon'"),
     ):
         generate(llm, "x", "eagle")
 

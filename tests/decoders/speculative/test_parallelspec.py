@@ -13,7 +13,7 @@ import pytest
 from anydecode.certification.oracles.speculative import parallelspec as oracle
 from anydecode.certification.tiny import tiny_network, with_drafter
 from anydecode.certification.tiny_blocks import parallelspec_checkpoint
-from anydecode.errors import CheckpointError
+from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.models.draft_heads import load_draft_head
 from anydecode.models.transformer import Transformer
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
@@ -99,6 +99,14 @@ def test_constraints_hold_and_the_text_is_exact(temperature: float) -> None:
     assert_constrained_text_of_plain_decoding(
         parallelspec_checkpoint, "parallelspec", temperature=temperature
     )
+
+
+def test_methods_with_one_token_per_pass_refuse_it() -> None:
+    with (
+        with_drafter(parallelspec_checkpoint, cache_positions=256) as llm,
+        pytest.raises(UnsupportedCombinationError, match="use decoder 'parallelspec'"),
+    ):
+        generate(llm, "x", "eagle")
 
 
 @pytest.mark.parametrize("rule", ["typical", "rejection", "top-m"])
