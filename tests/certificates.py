@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import pytest
 
 from anydecode import catalogue
@@ -16,6 +17,7 @@ from anydecode.certification.checks import Check, measures_of
 from anydecode.certification.denoising import benchmark_results
 from anydecode.certification.samplers import sampler_claim
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework import rejection
 from anydecode.errors import MissingPackageError
 from anydecode.sampling.preset import SamplerPreset
 
@@ -104,3 +106,26 @@ def ignore_parameter(monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> No
         return entry.build(**given)
 
     monkeypatch.setitem(catalogue.entries(), key, replace(entry, build=build))
+
+
+#: Mistakes in the rejection rule: from the target's distribution p, the draft's q and a draft to
+#: the acceptance probability and the weights of the tokens that may follow a rejection.
+WRONG_RULES: dict[str, Callable[[np.ndarray, np.ndarray, int], tuple[float, np.ndarray]]] = {
+    "all drafts": lambda p, q, token: (1.0, p),
+    "more probable drafts": lambda p, q, token: (float(p[token] >= q[token]), np.maximum(p - q, 0)),
+    "drafts by q / p": lambda p, q, token: (min(1.0, q[token] / p[token]), np.maximum(p - q, 0)),
+    "tokens of p after a rejection": lambda p, q, token: (min(1.0, p[token] / q[token]), p),
+}
+
+
+def replace_rejection_rule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Makes the rejection rule that of `WRONG_RULES`."""
+
+    def steps(p: np.ndarray, q: Any, kind: str, tokens: Iterable[int], *rest: Any) -> Iterator[Any]:
+        for token in tokens:
+            given = np.ones(len(p)) if q is None else np.maximum(q, 1e-9)
+            probability, residual = WRONG_RULES[name](p, given, token)
+            p = residual / residual.sum() if residual.any() else p
+            yield probability, p
+
+    monkeypatch.setattr(rejection, "rejection_steps", steps)

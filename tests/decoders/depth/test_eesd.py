@@ -14,7 +14,13 @@ from anydecode.decoders.depth.exit_drafts import ExitSession
 from anydecode.decoders.framework import thompson
 from anydecode.decoders.framework.thompson import Posterior
 from anydecode.errors import AnydecodeError
-from certificates import assert_certified, assert_rejected, replace_defaults
+from certificates import (
+    WRONG_RULES,
+    assert_certified,
+    assert_rejected,
+    replace_defaults,
+    replace_rejection_rule,
+)
 from drafted_texts import CONDITIONS, assert_text_of_plain_decoding
 
 
@@ -76,6 +82,13 @@ def test_a_layer_that_reads_rejected_drafts_is_rejected(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ExitSession, "_align", align)
     monkeypatch.setattr(ExitSession, "observe", observe)
+    assert_rejected("eesd")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("rule", WRONG_RULES)
+def test_another_rejection_rule_is_rejected(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    replace_rejection_rule(monkeypatch, rule)
     assert_rejected("eesd")
 
 

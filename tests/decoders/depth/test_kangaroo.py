@@ -17,7 +17,13 @@ from anydecode.models import early_exit
 from anydecode.models.dense_layer import read_attention
 from anydecode.scoring.score import ScoreRequest
 from anydecode.scoring.sequence import Sequence
-from certificates import assert_certified, assert_rejected, replace_defaults
+from certificates import (
+    WRONG_RULES,
+    assert_certified,
+    assert_rejected,
+    replace_defaults,
+    replace_rejection_rule,
+)
 from drafted_texts import (
     CONDITIONS,
     assert_constrained_text_of_plain_decoding,
@@ -90,6 +96,13 @@ def test_layers_that_run_twice_are_rejected(monkeypatch: pytest.MonkeyPatch) -> 
         return sequence.score([*drafted, *drafts[-1:]], rows="all", hidden=(self.exit,))
 
     monkeypatch.setattr(ExitSession, "verification", again)
+    assert_rejected("kangaroo")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("rule", WRONG_RULES)
+def test_another_rejection_rule_is_rejected(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    replace_rejection_rule(monkeypatch, rule)
     assert_rejected("kangaroo")
 
 

@@ -16,7 +16,13 @@ from anydecode.decoders.depth import layer_search, swift
 from anydecode.decoders.depth.layer_search import LayerSearch, upper_bounds
 from anydecode.errors import AnydecodeError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
-from certificates import assert_certified, assert_rejected, replace_defaults
+from certificates import (
+    WRONG_RULES,
+    assert_certified,
+    assert_rejected,
+    replace_defaults,
+    replace_rejection_rule,
+)
 
 
 @pytest.mark.slow
@@ -68,6 +74,14 @@ def test_drafts_that_skip_the_attention_of_another_layer_are_rejected(
         return parts(self, frozenset((one + 1) % self.size for one in skipped))
 
     monkeypatch.setattr(LayerSearch, "parts", shifted)
+    assert_rejected("swift")
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("rule", WRONG_RULES)
+def test_another_rejection_rule_is_rejected(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    replace_rejection_rule(monkeypatch, rule)
     assert_rejected("swift")
 
 

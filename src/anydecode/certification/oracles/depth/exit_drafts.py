@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from anydecode.certification.checks import Check
+from anydecode.certification.chi_square import VOCABULARY
 from anydecode.certification.oracles.depth.layerskip import repeats
 from anydecode.certification.oracles.speculative.bandit import ExitForward
+from anydecode.certification.oracles.speculative.rejection_rules import (
+    network_script,
+    rejection_checks,
+)
 from anydecode.certification.rounds import TracedRound, accepted, plain_token, rounds
-from anydecode.certification.tiny import early_exit_checkpoint, with_drafter
+from anydecode.certification.tiny import early_exit_checkpoint, tiny_network, with_drafter
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
@@ -80,6 +86,21 @@ def exit_checks(
             is_own and len(drafter_ran) == expected,
             detail,
         )
+
+
+def exit_rejection_checks(
+    key: str, *, has_mlp: bool, residual: float = 0.5, **parameters: Any
+) -> Iterator[Check]:
+    """Checks of the rejection rule with a target over five tokens whose later layers change what
+    the exit drafts."""
+    options: dict[str, Any] = {"layers": 4, "residual": residual, "vocabulary": VOCABULARY}
+    drafter = partial(early_exit_checkpoint, after=EXIT, has_mlp=has_mlp)
+    yield from rejection_checks(
+        key,
+        partial(with_drafter, drafter, cache_positions=8192, **options),
+        script=network_script(tiny_network(**options)),
+        **parameters,
+    )
 
 
 def recorded(model: Any) -> list[Row]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.depth.exit_drafts import exit_checks
+from anydecode.certification.oracles.depth.exit_drafts import exit_checks, exit_rejection_checks
 
 
 class _Unsure:
@@ -22,5 +22,6 @@ class _Unsure:
 @oracle_test("kangaroo")
 def kangaroo() -> Iterator[Check]:
     """Up to six drafts of the first layers and the adapter, while its largest probability is 0.6 or
-    more."""
+    more. Samples under the rejection rule follow the target."""
     yield from exit_checks("kangaroo", 6, _Unsure, has_mlp=False, sharpness=2.0)
+    yield from exit_rejection_checks("kangaroo", has_mlp=False, threshold=0.0)

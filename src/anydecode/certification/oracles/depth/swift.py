@@ -5,19 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.chi_square import VOCABULARY
 from anydecode.certification.oracles.depth.skipped_parts import (
     PartialForward,
     RecordedPass,
     copied,
     record_passes,
 )
+from anydecode.certification.oracles.speculative.rejection_rules import (
+    network_script,
+    rejection_checks,
+)
 from anydecode.certification.rounds import TracedRound, accepted, rounds
-from anydecode.certification.tiny import tiny_model
+from anydecode.certification.tiny import tiny_model, tiny_network
 from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.sampling.noise import Noise
@@ -31,7 +37,8 @@ ALL_SETS: list[Skipped] = [frozenset(one) for one in combinations(SUBLAYERS, BUD
 
 @oracle_test("swift")
 def swift() -> Iterator[Check]:
-    """Each round scores a set on the first 32 tokens; the best one drafts a chain with siblings."""
+    """Each round scores a set on the first 32 tokens; the best one drafts a chain with siblings.
+    Samples under the rejection rule follow the target, through trees of several levels."""
     for temperature in (0.0, 0.8):
         model = tiny_model(layers=LAYERS, residual=0.25)
         replay = _Replay(model.network, temperature)
@@ -50,8 +57,17 @@ def swift() -> Iterator[Check]:
         yield Check(f"several sets are found, {where}", is_searched, detail)
         widths = sorted(replay.widths)
         yield Check(f"levels have several widths, {where}", len(widths) > 1, f"{widths}")
+        depths = sorted({len(path) for one in traces for path in one.paths})
+        yield Check(f"trees have several levels, {where}", max(depths) > 1, f"{depths}")
         count = accepted(traces)
         yield Check(f"drafts are accepted, {where}", count > 10, f"{count}")
+    options: dict[str, Any] = {"layers": LAYERS, "residual": 0.5, "vocabulary": VOCABULARY}
+
+    def open_llm() -> LLM:
+        return LLM(tiny_model(**options), tokenizer=ByteTokenizer(), cache_positions=8192)
+
+    script = network_script(tiny_network(**options))
+    yield from rejection_checks("swift", open_llm, script=script, kind="wor", threshold=0.0)
 
 
 class _Replay:

@@ -29,7 +29,11 @@ def opt_tree() -> Iterator[Check]:
             before = total
         return [path for _, path in nodes]
 
-    for key, size, delta in (("opt-tree", 16, 0.5), ("opt-tree:size=8,delta=0.2", 8, 0.2)):
+    for key, size, delta in (
+        ("opt-tree", 16, 0.5),
+        ("opt-tree:size=8,delta=0.2", 8, 0.2),
+        ("opt-tree:size=2,delta=0.7", 2, 0.7),  # often one level, whose two weights sum to less
+    ):
         # At temperature 0.1 the draft model is confident, so trees reach the maximum depth.
         yield from compare_trees(
             key, partial(best, size=size, delta=delta), ordered=False, temperatures=(0.0, 0.8, 0.1)

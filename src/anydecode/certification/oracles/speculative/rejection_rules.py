@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from anydecode.certification.chi_square import (
     sampled,
     small_llm,
 )
+from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.oracles.speculative.state_drafters import Drafter
 from anydecode.certification.oracles.transformer import rms_norm
 from anydecode.certification.tiny import tiny_network, with_drafter
 from anydecode.decoders.framework.rejection import RejectionSampling
+from anydecode.models.network import Network
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.score import Scores
 from anydecode.scoring.tree import TokenTree
@@ -98,6 +101,18 @@ def last_token_script(text: tuple[int, ...]) -> np.ndarray:
     weights = tiny_network(layers=4, residual=0.0, vocabulary=VOCABULARY).weights
     state = rms_norm(weights.embedding.data[text[-1]], weights.final_norm, 1e-5)
     return np.asarray(state @ weights.head.data.T, np.float32)
+
+
+def network_script(network: Network) -> Script:
+    """The logits of a Llama, by a forward pass over the whole text."""
+
+    @cache
+    def logits(text: tuple[int, ...]) -> np.ndarray:
+        forward = Forward(network)
+        rows = [forward.step(token) for token in text]
+        return rows[-1].astype(np.float32)
+
+    return logits
 
 
 def rejection_checks(
