@@ -116,6 +116,37 @@ def test_chains_in_one_pass_equal_single_steps(
     assert lengths == {5} if min_probability == 0 else len(lengths) > 1
 
 
+@pytest.mark.parametrize(
+    "decoder", ["lenient-sampling", "speculative-sampling:acceptance=rejection"]
+)
+def test_drafts_for_a_rejection_rule_are_one_pass_at_temperature_0(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above it, the rule needs the distribution of each draft."""
+    steps = count_calls(monkeypatch)
+
+    def read(temperature: float) -> tuple[list[int], list[int]]:
+        steps.clear()
+        with DRAFTERS["a model"]() as llm:
+            answer = llm.generate(
+                "the quick brown",
+                decoder=decoder,
+                max_tokens=24,
+                temperature=temperature,
+                ignore_eos=True,
+                trace=True,
+            )
+        sizes = [len(event["drafted"]) for event in answer.trace or ()]
+        return answer.tokens, [size for size in sizes if size > 1]
+
+    tokens, sizes = read(0.0)
+    assert [one for one in steps if one > 1] == sizes and len(sizes) > 5
+    read(0.8)
+    assert max(steps) == 1
+    monkeypatch.setattr(ModelRunner, "_allow_multi_step", lambda self, plan: None)
+    assert read(0.0) == (tokens, sizes)
+
+
 class ChainsByPlace(ChainReader):
     """The same for several texts: their chains by text and position."""
 

@@ -30,7 +30,8 @@ class Acceptance(ABC):
 
     exactness: str
     #: Whether it compares drafts with the distributions that they were drawn from, which
-    #: `TokenTree.probabilities` must hold.
+    #: `TokenTree.probabilities` must hold; at temperature 0, where they are single tokens, they may
+    #: be left out.
     reads_probabilities = False
     #: Whether it reads the target's last hidden states, which the scores must have.
     reads_states = False

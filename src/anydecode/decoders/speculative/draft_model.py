@@ -34,10 +34,12 @@ class _Session(DraftSession):
         self.runner = runner
 
     def propose(self, size: int) -> Proposal:
-        self.sequence.align(self.runner)
-        distributions = distribution_list(self.rule)
+        sequence = self.sequence
+        sequence.align(self.runner)
+        # At temperature 0 they are single tokens; without them one pass may draft several tokens.
+        distributions = None if sequence.sampler.is_greedy else distribution_list(self.rule)
         drafts = yield from draft_chain(
-            self.sequence, [], size, self.runner, distributions=distributions
+            sequence, [], size, self.runner, distributions=distributions
         )
         return sampled_chain(drafts, distributions)
 
