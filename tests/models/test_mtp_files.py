@@ -23,11 +23,13 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model, find_loader
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.mtp import _Mtp, has_mtp, load_mtp
+from anydecode.models.mtp import MtpNetwork, _Mtp, has_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.spec import StateSpec
 from anydecode.models.transformer import Transformer
+from anydecode.scoring.draft_states import DraftStates
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
 from tiny_models import LATENT_SIZES, LONGCAT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
@@ -203,17 +205,29 @@ class _Reference:
         """The `count` most probable tokens behind `text`, one after the other."""
         import torch
 
+        is_raw = self.layout.startswith("mimo v2")  # whose states are those before the norms
         with torch.inference_mode():
-            states = list(self.target.model(torch.tensor([text])).last_hidden_state[0])[:-1]
+            raw, normed = _states(self.target.model, input_ids=torch.tensor([text]))
+            states = list((raw if is_raw else normed)[:-1])
             tokens, drafted = text[1:], list[int]()
             for _ in range(count):
                 embedded = self.target.model.embed_tokens(torch.tensor(tokens))
                 pair = [self.norms[0](embedded), self.norms[1](torch.stack(states))]
                 x = self.projection(torch.cat(pair[::-1] if self.layout == "mimo" else pair, -1))
-                out = self.module.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
-                drafted.append(int(self.head(out).argmax()))
-                states, tokens = [*states, out], [*tokens, drafted[-1]]
+                raw, normed = _states(self.module.model, inputs_embeds=x[None])
+                drafted.append(int(self.head(normed[-1]).argmax()))
+                states.append((raw if is_raw else normed)[-1])
+                tokens.append(drafted[-1])
         return drafted
+
+
+def _states(model: Any, **inputs: Any) -> tuple[Any, Any]:
+    """The last hidden states `[positions, hidden_size]` before and after the final norm."""
+    before: list[Any] = []
+    hook = model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0]))
+    normed = model(**inputs).last_hidden_state
+    hook.remove()
+    return before[0][0], normed[0]
 
 
 def _mimo_v2_5(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Checkpoint:
@@ -269,6 +283,32 @@ def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     for event in rounds:
         expected = reference.chain(text[: event["position"]], len(event["drafted"]))
         assert event["drafted"] == expected
+
+
+def test_states_after_the_norm_are_noticed_in_mimo_v2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong twin: the states that the modules of other models read."""
+    made = DraftStates.__init__
+
+    def normed(self: DraftStates, spec: StateSpec, *given: Any) -> None:
+        made(self, replace(spec, taps=()), *given)
+
+    monkeypatch.setattr(DraftStates, "__init__", normed)
+    with pytest.raises(AssertionError):
+        test_drafts_are_those_of_a_forward_pass_in_torch("mimo v2")
+
+
+@pytest.mark.parametrize("layout", ["mimo v2", "longcat"])
+def test_only_modules_of_mimo_v2_draft_one_token_each(layout: str) -> None:
+    """The first one of LongCat drafts all tokens; it has the same name for its projection."""
+    target = tiny_network(layers=4)
+    drafter = mtp_checkpoint(target, layout=layout, modules=3)
+    first = load_mtp(drafter, target)
+    assert isinstance(first, MtpNetwork)
+    modules = [first, *first.further]
+    states = [module.spec.states for module in modules]
+    assert [one and one.lag for one in states] == ([1, 2, 3] if layout == "mimo v2" else [1])
+    norms = [module.weights.states and module.weights.states.state_norm for module in modules]
+    assert len({tuple(norm) for norm in norms if norm is not None}) == len(modules)
 
 
 def test_the_layer_of_a_module_has_an_indexer(monkeypatch: pytest.MonkeyPatch) -> None:

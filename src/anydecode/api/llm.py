@@ -78,7 +78,7 @@ from anydecode.scoring.cost import CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS
 from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
-from anydecode.scoring.sequence import DRAFT, TARGET
+from anydecode.scoring.sequence import DRAFT, FURTHER_DRAFTS, TARGET
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -259,7 +259,8 @@ class LLM:
                     self.add_runner(DRAFT, module)
 
     def add_runner(self, name: str, model: Model, schedule: Schedule | None = None) -> ModelRunner:
-        """Add a model runner to the engine, for methods that use several models."""
+        """Add a model runner to the engine, for methods that use several models, and those of the
+        draft model's further modules."""
         format = self._cache
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
@@ -272,6 +273,10 @@ class LLM:
                 costs = load_by_threads(runner.model)
                 runner.thread_cost = None if costs is None else costs.seconds
         self.engine.runners = {**self.engine.runners, name: runner}  # others may be reading it
+        if name == DRAFT:
+            further: Seq[Model] = getattr(model, "further", ())
+            for other, module in zip(FURTHER_DRAFTS, further, strict=False):
+                self.add_runner(other, module)
         return runner
 
     @overload

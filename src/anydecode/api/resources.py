@@ -21,7 +21,7 @@ from anydecode.sampling.top_w import Geometry
 from anydecode.scoring.cost import CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
 from anydecode.scoring.draft_states import DraftStates
-from anydecode.scoring.sequence import DRAFT, TARGET
+from anydecode.scoring.sequence import DRAFT, FURTHER_DRAFTS, TARGET
 
 #: The decoders of drafters of blocks by architecture; those of the others: dflash.
 BLOCK_DECODERS = {FALCON: "falcon", PARALLELSPEC: "parallelspec"}
@@ -188,10 +188,12 @@ class Resources:
         )
 
     def draft_runners(self, needs: Requirements) -> tuple[str, ...]:
-        """The runners of all draft models, if a decoder uses every one; else none."""
+        """The runners of all draft models, without their further modules, if a decoder uses every
+        one; else none."""
         if not needs.every_draft:
             return ()
-        return tuple(runner for runner in self.engine.runners if runner != TARGET)
+        others = (TARGET, *FURTHER_DRAFTS)
+        return tuple(runner for runner in self.engine.runners if runner not in others)
 
     def draft_states(self, needs: Requirements) -> dict[str, DraftStates]:
         """New states of one sequence for those draft models of a decoder, by runner, that read

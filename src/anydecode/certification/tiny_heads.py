@@ -250,9 +250,27 @@ MTP_PARTS = {
 }
 
 
-def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> Checkpoint:
-    """A random module that predicts further tokens, alone, in one of `MTP_LAYOUTS`. It often agrees
-    with a target of small `residual`: it passes its token's embedding on."""
+def mtp_checkpoint(
+    target: Network, *, seed: int = 0, layout: str = "nextn", modules: int = 1
+) -> Checkpoint:
+    """Random modules that predict further tokens, alone, in one of `MTP_LAYOUTS`; several in that
+    of MiMo-V2. They often agree with a target of small `residual`: they pass their token's
+    embedding on."""
+    tensors: dict[str, np.ndarray] = {}
+    for number in range(modules):
+        tensors |= {
+            name.replace(".layers.0.", f".layers.{number}."): tensor
+            for name, tensor in _mtp_tensors(target, seed + 100 * number, layout).items()
+        }
+    config = drafter_config(target)
+    if layout == "mimo v2":  # whose modules have a window; here one of more than any text
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+        config["sliding_window"] = target.spec.max_positions
+    return Checkpoint("mtp", Path("mtp"), config, tensors)
+
+
+def _mtp_tensors(target: Network, seed: int, layout: str) -> dict[str, np.ndarray]:
+    """The tensors of the first module."""
     hidden, matrix = target.spec.hidden_size, random_matrices(seed)
     layer, module, *norms, projection, last = MTP_LAYOUTS[layout]
     parts: list[np.ndarray] = [np.eye(hidden, dtype=np.float32), 0.2 * matrix(hidden, hidden)]
@@ -266,11 +284,7 @@ def mtp_checkpoint(target: Network, *, seed: int = 0, layout: str = "nextn") -> 
             tensors[f"{layer}{other}.{name[len(own) :]}"] = tensors.pop(name)
     for name in (f"{layer}input_layernorm", *(f"{module}{norm}" for norm in (*norms, last))):
         tensors[f"{name}.weight"] = 1 + 2 * matrix(1, hidden)[0]
-    config = drafter_config(target)
-    if layout == "mimo v2":  # whose modules have a window; here one of more than any text
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-        config["sliding_window"] = target.spec.max_positions
-    return Checkpoint("mtp", Path("mtp"), config, tensors)
+    return tensors
 
 
 def _following(target: Network) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from anydecode.models.early_exit import is_early_exit, load_early_exit
 from anydecode.models.hydra import is_hydra, load_hydra
 from anydecode.models.longspec import is_longspec, load_longspec
 from anydecode.models.medusa import is_medusa, load_medusa
-from anydecode.models.mtp import is_mtp, load_mtp
+from anydecode.models.mtp import MtpNetwork, is_mtp, load_mtp
 from anydecode.models.network import Network
 from anydecode.models.step_heads import StepNetwork, StepTransformer
 from anydecode.models.transformer import Executor, Transformer
@@ -59,4 +59,7 @@ def drafter_model(
         return StepTransformer(network, name=name, executor=executor)
     if isinstance(network, ChimeraNetwork):
         return ChimeraTransformer(network, name=name, executor=executor)
-    return Transformer(network, name=name, executor=executor)
+    model = Transformer(network, name=name, executor=executor)
+    if isinstance(network, MtpNetwork):
+        model.further = [Transformer(one, name=name, executor=executor) for one in network.further]
+    return model

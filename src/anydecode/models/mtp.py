@@ -8,14 +8,16 @@ and of speculators.
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
 modules, the first drafts all tokens. Those of MiMo-V2-Flash and MiMo-V2.5 have a window and no
-experts, whatever the model's last layer has.
+experts, whatever the model's last layer has, and each drafts the token that it was trained for:
+module i (from 0) reads a token and the target's state i + 1 positions before it, without the
+target's final norm, as in SGLang and llama.cpp.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from anydecode.models.files import untrusted
 from anydecode.models.limits import refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import ModelWeights, Network
-from anydecode.models.spec import ModelSpec, StateSpec
+from anydecode.models.spec import MAX_MODULES, ModelSpec, StateSpec
 from anydecode.models.states import StateWeights
 
 _NESTED = "transformer_layer_config"  # of speculators
@@ -60,7 +62,7 @@ class _Layout:
         mlp_norm: The norm of the MLP's inputs.
         mlp: The layer's MLP.
         is_windowed: Whether the layer has a window and no experts, which the config of the model
-            does not say.
+            does not say, and further modules draft further tokens (MiMo-V2).
     """
 
     layer: str
@@ -75,6 +77,13 @@ class _Layout:
     is_windowed: bool = False
 
 
+@dataclass(eq=False)
+class MtpNetwork(Network):
+    """A module, and the `further` ones that draft the tokens behind its own."""
+
+    further: list[Network] = field(default_factory=list)
+
+
 def has_mtp(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint has a module that predicts further tokens."""
     return _layout(checkpoint.tensors) is not None
@@ -87,11 +96,28 @@ def is_mtp(checkpoint: Checkpoint) -> bool:
 
 
 def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) -> Network:
-    """The module of a checkpoint. Arguments and errors as for `load_draft_head`."""
+    """The module of a checkpoint, with the further ones of MiMo-V2. Arguments and errors as for
+    `load_draft_head`."""
     with untrusted(checkpoint.path):
         if target.spec.num_streams > 1:  # a memory is no part of the last states
             check_target(target)
-        return _Mtp(checkpoint, target, dtype).read()
+        first = _Mtp(checkpoint, target, dtype)
+        network = first.read()
+        for number in range(1, MAX_MODULES if first.layout.is_windowed else 1):
+            layout = _windowed_layout(checkpoint.tensors, number)
+            if layout is None:
+                break
+            network.further.append(_Mtp(checkpoint, target, dtype, layout, number).read())
+        return network
+
+
+def _windowed_layout(names: Mapping[str, Any], number: int) -> _Layout | None:
+    """Where the module `number` of MiMo-V2 is."""
+    prefix = f"model.mtp.layers.{number}."
+    if f"{prefix}eh_proj.weight" not in names:
+        return None
+    norm, mlp_norm = "final_layernorm", "pre_mlp_layernorm"
+    return _Layout(prefix, prefix, norm=norm, mlp_norm=mlp_norm, is_windowed=True)
 
 
 def _layout(names: Mapping[str, Any]) -> _Layout | None:
@@ -107,9 +133,8 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         norms = (f"{own}enorm.m", f"{own}hnorm.m")
         mlp = "transformer_layer.mlp"
         return _Layout(prefix, "model.mtp.", *norms, f"{own}eh_proj", "norm", mlp=mlp)
-    if f"{prefix}eh_proj.weight" in names:
-        norm, mlp_norm = "final_layernorm", "pre_mlp_layernorm"
-        return _Layout(prefix, prefix, norm=norm, mlp_norm=mlp_norm, is_windowed=True)
+    if (layout := _windowed_layout(names, 0)) is not None:
+        return layout
     found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
     layers = sorted((int(match[2]), match[1]) for match in found if match)
     return _Layout(layers[0][1], layers[0][1]) if layers else None
@@ -168,8 +193,15 @@ def _with_window(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Mtp:
-    def __init__(self, checkpoint: Checkpoint, target: Network, dtype: str | None) -> None:
-        layout = _layout(checkpoint.tensors)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Network,
+        dtype: str | None,
+        layout: _Layout | None = None,
+        number: int = 0,
+    ) -> None:
+        layout, self.number = layout or _layout(checkpoint.tensors), number
         assert layout is not None, "checked by `has_mtp`"
         config: dict[str, Any] = dict(checkpoint.config)
         if _NESTED in config:
@@ -209,7 +241,7 @@ class _Mtp:
                 return index
         raise CheckpointError("a model without attention has no module that predicts tokens")
 
-    def read(self) -> Network:
+    def read(self) -> MtpNetwork:
         """The drafter's network."""
         embedding, hidden = self.target.weights.embedding, self.whole.hidden_size
         packed, head = [embedding], self.target.weights.head
@@ -225,16 +257,23 @@ class _Mtp:
             embedding_norm=self._norm(self.layout.embedding_norm),
             state_norm=self._norm(self.layout.state_norm),
         )
-        return Network(self._spec(), weights, packed=tuple(packed))
+        return MtpNetwork(self._spec(), weights, packed=tuple(packed))
 
     def _spec(self) -> ModelSpec:
-        target = self.target.spec
+        target, is_raw = self.target.spec, self.layout.is_windowed
+        states = StateSpec(
+            (target.num_layers,) if is_raw else (),
+            target.hidden_size,
+            has_norms=True,
+            feeds_normed=not is_raw,
+            delay=self.number,
+        )
         return replace(
             self.whole,
             architecture="MTP",
             layers=(replace(self.whole.layers[self.index], memory=None),),
             memory_size=0,
-            states=StateSpec((), target.hidden_size, has_norms=True, feeds_normed=True),
+            states=states,
             max_positions=target.max_positions,
         )
 

@@ -161,7 +161,8 @@ def _open_head(
     packer = getattr(target.executor, "packer", None)
     executor = choose_executor(backend, threads, packer=packer)
     model = drafter_model(network, name=checkpoint.name, executor=executor)
-    model.path, model.dtype = checkpoint.path, dtype
+    for one in (model, *model.further):
+        one.path, one.dtype = checkpoint.path, dtype
     add_trained_parts(model, checkpoint.path)
     return model
 

@@ -38,6 +38,9 @@ MAX_STEPS = 32
 #: Maximum number of positions that an entry stands for, and of kinds of layers whose rows attend
 #: to entries or selected positions.
 MAX_ENTRY, MAX_SELECTIONS = 256, 4
+#: The most modules for further tokens, each of which predicts the token behind that of the one
+#: before.
+MAX_MODULES = 8
 
 #: The architecture of drafters that are an early exit of their target.
 EARLY_EXIT = "EarlyExit"
@@ -428,6 +431,8 @@ class StateSpec:
         stride: How many positions ahead of a row's own it predicts, token and state (Falcon); so
             many rows see each other. Where the drafter's own state stands in, it is that of the row
             so many positions before.
+        delay: How many positions further back the target's state is: it predicts so many more
+            tokens ahead of it (the further modules of MiMo-V2). No state of its own stands in.
     """
 
     taps: tuple[int, ...]
@@ -443,6 +448,7 @@ class StateSpec:
     reads_tokens: bool = True
     has_mask: bool = False
     stride: int = 1
+    delay: int = 0
 
     @property
     def num_taps(self) -> int:
@@ -452,7 +458,7 @@ class StateSpec:
     @property
     def lag(self) -> int:
         """How many positions before a row's the state is that it reads."""
-        return 0 if self.joins in ("context", "cross") else 1
+        return 0 if self.joins in ("context", "cross") else 1 + self.delay
 
 
 @dataclass(frozen=True)
@@ -769,6 +775,7 @@ def _check_states(states: StateSpec, hidden_size: int) -> None:
         raise refusal("joins", states.joins, f"one of {kinds}")
     integer("the number of heads", states.num_heads, 0, MAX_STEPS)
     integer("stride", states.stride, 1, MAX_COUNT)
+    integer("delay", states.delay, 0, MAX_MODULES - 1)
     has_own_size = states.is_projected or states.num_heads > 0
     if not has_own_size and states.num_taps * states.target_size != hidden_size:
         allowed = f"{hidden_size} numbers per position where they are not projected"

@@ -125,6 +125,7 @@ class Transformer:
         self._variants: dict[Variant, tuple[Any, Any]] = {}  # of layers and of the head
         self._chains: tuple[Transformer | None, Any] = (None, None)  # of the last target
         self._beside: list[tuple[Transformer, int]] = []  # with their teams of threads
+        self.further: Sequence[Transformer] = ()  # modules that draft the tokens behind its own
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.end_split: Callable[[], None] | None = None  # ends processes of its own
@@ -256,7 +257,9 @@ class Transformer:
         make, states = getattr(self.executor, "chains", None), spec.states
         if make is None or states is None or weights is None or not self.network.carries_states:
             return None
-        if states.has_mask or not getattr(target.executor, "drafts_in_bursts", False):
+        if states.has_mask or states.delay:
+            return None
+        if not getattr(target.executor, "drafts_in_bursts", False):
             return None
 
         def project(backend: Any, x: Any) -> Any:

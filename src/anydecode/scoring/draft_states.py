@@ -1,8 +1,9 @@
 """The states that a drafter reads of the target of one sequence (EAGLE, DFlash and their kind).
 
 The row of EAGLE's drafter at position p reads the target's state at position p - 1 (`StateSpec.lag`
-is 1). Where the target has not computed it, because the token there is a draft, the drafter's own
-state of that row stands in; such rows are computed again once the target's states are known. The
+is 1; of the further modules of MiMo-V2 it is more, so that they need no other states). Where the
+target has not computed it, because the token there is a draft, the drafter's own state of that row
+stands in; such rows are computed again once the target's states are known. The
 context of a block drafter (lag 0) has the target's state of each position, and no others.
 LongSpec's drafter reads the state of a row's own position (lag 0); rows without one, of draft
 tokens and of the text's last token, have zeros, which no row attends to (`Span.context`). Positions
@@ -65,7 +66,7 @@ class DraftStates:
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
         self.stride = spec.stride
-        self._lag, self.has_own = spec.lag, spec.lag > 0 and not spec.has_mask
+        self._lag, self.has_own = spec.lag, spec.lag == 1 and not spec.has_mask
         self._is_cross = spec.joins == "cross"
         self.layers = spec.taps or (depth,)
         self.is_paused = False
@@ -215,7 +216,7 @@ class DraftStates:
             parts.append(self._project(taps))
             if self.confirmed == first:
                 self.confirmed = first + num_known
-                num_freed = max(0, start + num_known - self.stride)
+                num_freed = max(0, start + num_known - max(self.stride, lag))
                 self._target = self._target[num_freed:]
                 self._first += num_freed
         if num_known < count and self._is_cross:

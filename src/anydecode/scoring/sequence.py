@@ -13,11 +13,11 @@ from anydecode.kernels.routes import Guide
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
-from anydecode.scoring.sequence_data import DRAFT, TARGET, SequenceData
+from anydecode.scoring.sequence_data import DRAFT, FURTHER_DRAFTS, TARGET, SequenceData
 from anydecode.scoring.span import ChainSpan, CompletionSpan, MultiStepSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT, TokenTree
 
-__all__ = ["DRAFT", "TARGET", "Sequence"]
+__all__ = ["DRAFT", "FURTHER_DRAFTS", "TARGET", "Sequence"]
 
 #: Maximum number of rows of one span whose states are kept for a drafter, which leaves earlier
 #: positions of a longer prompt out. Bounds the memory of a prompt's states.

@@ -12,6 +12,7 @@ import numpy as np
 
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.spec import MAX_MODULES
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 
 AnySequence = TypeVar("AnySequence", bound="SequenceData")
 
-#: The names of the model runners that generate and draft.
+#: The names of the model runners that generate and draft, and those of the draft model's further
+#: modules (`Transformer.further`).
 TARGET, DRAFT = "target", "draft"
+FURTHER_DRAFTS = tuple(f"{DRAFT}+{number}" for number in range(1, MAX_MODULES))
 _ids = count()
 
 

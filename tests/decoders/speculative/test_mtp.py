@@ -3,6 +3,7 @@ company, with a small cache, in chunks, from cached prefixes and under constrain
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from anydecode.certification.oracles.speculative import mtp as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import mtp_checkpoint
+from anydecode.decoders.speculative import mtp
+from anydecode.models.spec import StateSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
@@ -28,6 +31,7 @@ from drafted_texts import (
 )
 
 QWEN = partial(mtp_checkpoint, layout="qwen")
+MODULES = partial(mtp_checkpoint, layout="mimo v2", modules=3)
 Patch = pytest.MonkeyPatch
 
 
@@ -98,8 +102,28 @@ def test_certificate_rejects_rows_from_own_states_that_stay(monkeypatch: Patch) 
     assert_rejected("mtp")
 
 
+@pytest.mark.parametrize("twin", ["one module", "earlier states"])
+def test_certificate_rejects_modules_that_are_not_run_as_trained(
+    monkeypatch: Patch, twin: str
+) -> None:
+    """The first module drafts all tokens, or each reads the state of one position further back."""
+    only_drafter(monkeypatch, oracle, "mimo v2, three modules")
+    if twin == "one module":
+        monkeypatch.setattr(mtp, "FURTHER_DRAFTS", ())
+    else:
+        made = DraftStates.__init__
+
+        def earlier(self: DraftStates, spec: StateSpec, *given: Any) -> None:
+            made(self, replace(spec, delay=spec.delay + 1), *given)
+
+        monkeypatch.setattr(DraftStates, "__init__", earlier)
+    assert_rejected("mtp")
+
+
 @CONDITIONS
-@pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
+@pytest.mark.parametrize(
+    "drafter", [mtp_checkpoint, QWEN, MODULES], ids=["nextn", "qwen", "modules"]
+)
 def test_the_text_is_that_of_plain_decoding(
     drafter: Any, options: dict[str, Any], temperature: float
 ) -> None:
