@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from anydecode.api.llm import LLM
 from anydecode.constraints.guidance_engine import TokenizerBinding
+from anydecode.errors import ConstraintError
 from anydecode.models.scripted import ScriptedModel
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.preparation import Preparation
@@ -243,6 +244,14 @@ async def test_an_accepted_constraint_is_tried_once(
         state, constraint_factory(formatted({**SMALL, "title": "other"}), None)
     )
     assert other is not first and len(jobs) == 2
+    # Requests that come at the same time wait for one of them, and for the next if that fails.
+    make = constraint_factory(formatted({**SMALL, "title": "at once"}), None)
+    at_once = await asyncio.gather(*(preparation.constraint(state, make) for _ in range(5)))
+    assert len({id(one) for one in at_once}) == 1 and len(jobs) == 3
+    invalid = constraint_factory(formatted({"$ref": "#/none"}), None)
+    tried = [preparation.constraint(state, invalid) for _ in range(3)]
+    failed = await asyncio.gather(*tried, return_exceptions=True)
+    assert [type(one) for one in failed] == [ConstraintError] * 3 and len(jobs) == 6
 
 
 async def test_the_accepted_constraints_are_bounded_by_bytes(

@@ -59,6 +59,8 @@ class Preparation:
         self._tokens: TokenTable | None = None
         self._tokens_lock = threading.Lock()
         self._accepted: ByteCache[bytes, Constraint] = ByteCache(MAX_ACCEPTED_BYTES)
+        #: The constraints that are being compiled: set when that ends, whether or not it succeeds.
+        self._compiling: dict[bytes, asyncio.Event] = {}
         #: The kinds of conversations that a worker process has rendered.
         self._rendered: ByteCache[str, bool] = ByteCache(_MAX_KIND_BYTES)
         #: Whether the worker processes can run the tokenizer. They cannot import one of another
@@ -81,7 +83,7 @@ class Preparation:
             return self._tokens
 
     async def constraint(self, state: dict[str, Any], make: Callable[[], Constraint]) -> Constraint:
-        """The constraint that `make` returns, compiled.
+        """The constraint that `make` returns, compiled: once if several requests want it at once.
 
         Args:
             state: The `state` of the ASGI scope.
@@ -92,6 +94,19 @@ class Preparation:
             LimitError: Its compilation passes a limit.
         """
         key = _digest(make)
+        while (running := self._compiling.get(key)) is not None:
+            await running.wait()
+        ended = self._compiling[key] = asyncio.Event()
+        try:
+            return await self._compiled(state, make, key)
+        finally:
+            del self._compiling[key]
+            ended.set()
+
+    async def _compiled(
+        self, state: dict[str, Any], make: Callable[[], Constraint], key: bytes
+    ) -> Constraint:
+        """The constraint that `make` returns, compiled; `key` identifies it."""
         accepted = self._accepted.get(key)
         if accepted is not None and accepted.is_warm(self._tokenizer, self._vocab_size):
             return accepted
