@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
-from anydecode.certification.rounds import blurred, rounds, scripted, wordy
+from anydecode.certification.rounds import blurred, scripted, wordy
 from anydecode.decoders.framework.draft_candidates import fit_vocab
+from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.speculative.draft_model import truncate_to_prefix
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.self_drafts import open_draft, select_layers
+from anydecode.sampling.sampler import Sampler
+from anydecode.scoring.tree import ROOT
+from certificates import assert_rejected
 from tiny_models import hf_model, own_model
 
 KEYS = (
@@ -57,14 +64,38 @@ def test_tokens_equal_plain_decoding_in_a_batch(key: str, temperature: float) ->
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("key", ["speculative-sampling", "s2d:confidence=1", "rapid"])
-def test_drafts_count_for_the_penalties_of_those_after_them(key: str) -> None:
-    """A target that drafts for itself accepts all of its drafts."""
-    options = {"temperature": 0.8, "repetition_penalty": 1.5, "presence_penalty": 0.5}
-    with scripted(TARGET, TARGET) as llm:
-        trace = rounds(llm, key, "abcabcabd", 40, **options)
-    assert len(trace) > 3
-    assert all(len(one.accepted) == len(one.tokens) > 1 for one in trace[:-1])
+#: The files of loops that draft chains.
+DRAFTING_FILES = ("draft_model", "s2d", "rapid", "online_sd", "easyspec")
+
+
+@pytest.mark.parametrize(
+    "key", ["speculative-sampling", "s2d", "rapid", "online-sd", "easyspec", "pearl"]
+)
+def test_certificates_reject_chains_without_the_penalties_of_earlier_drafts(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """The drafter's copy of the sampler is not advanced by its drafts."""
+    fork = Sampler.fork
+
+    def unmoved(self: Sampler) -> Sampler:
+        copied = fork(self)
+        if Path(sys._getframe(1).f_code.co_filename).stem in DRAFTING_FILES:
+            monkeypatch.setattr(copied, "advance", lambda token: None)
+        return copied
+
+    monkeypatch.setattr(Sampler, "fork", unmoved)
+    assert_rejected(key)
+
+
+@pytest.mark.parametrize("key", ["opt-tree", "fixed-tree", "rsd", "saguaro"])
+def test_certificates_reject_trees_without_the_penalties_of_earlier_drafts(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    def of_the_text(self: GrowingTree, node: int) -> None:
+        self._samplers[node] = self._samplers[ROOT]
+
+    monkeypatch.setattr(GrowingTree, "_advance_sampler", of_the_text)
+    assert_rejected(key)
 
 
 def test_rows_are_fitted_to_the_target_vocabulary() -> None:

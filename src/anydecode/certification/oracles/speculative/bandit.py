@@ -12,6 +12,7 @@ from ml_dtypes import bfloat16
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_lengths import latest_copy
 from anydecode.certification.oracles.speculative.eagle import Cache, Drafting
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import REPEATING, rejection_checks
 from anydecode.certification.oracles.speculative.state_drafters import TargetStates
 from anydecode.certification.rounds import (
@@ -35,6 +36,7 @@ EXIT_PROMPT = "the cat sat on the cat"
 def bandit() -> Iterator[Check]:
     """A draft follows another with a rate drawn from the posterior, anew for each, whose counts
     decay. Samples under the rejection rule follow the target."""
+    yield from penalty_checks("bandit:control=calibration")
     for temperature in (0.0, 0.8):
         wrong, num_accepted, sizes = 0, 0, set()
         for prompt in PROMPTS:

@@ -12,6 +12,7 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.rounds import TracedRound, rounds
 from anydecode.certification.tiny import tiny_model, tiny_network
 from anydecode.kernels.library import load_library
@@ -112,10 +113,16 @@ def _backends() -> list[str]:
     return [name for name, found in is_available.items() if found] or ["torch"]
 
 
+def _drafting_for_itself() -> LLM:
+    """A target of two layers, which run alone, and itself as the draft model."""
+    return LLM(tiny_model(), tokenizer=ByteTokenizer(), draft=tiny_model(), cache_positions=1024)
+
+
 @oracle_test("easyspec")
 def easyspec() -> Iterator[Check]:
     """Drafts, chains and trees, equal the oracle's in every round, which requires that the cache is
     corrected in each; they differ from the drafts of an exact draft model."""
+    yield from penalty_checks("easyspec", _drafting_for_itself)
     oracle = tiny_network(layers=LAYERS, seed=3)
     for backend, (key, size, group) in product(
         _backends(), (("easyspec", 5, 4), ("easyspec:size=4,group=2", 4, 2))

@@ -14,6 +14,7 @@ from anydecode.certification.oracles.speculative.draft_trees import (
     compare_trees,
     draft_row,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import rounds, scripted
 
@@ -25,6 +26,8 @@ SHAPE = "0 1 2 00 01 10 000 001 010 0000 0001 00000"
 def fixed_tree() -> Iterator[Check]:
     """Rank paths filled with the draft model's tokens. Samples under the rejection rule for chosen
     siblings follow the target."""
+
+    yield from penalty_checks("fixed-tree")
 
     def oracle(text: list[int], temperature: float) -> list[Path]:
         tree: list[Path] = []

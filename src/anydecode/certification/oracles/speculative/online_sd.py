@@ -11,6 +11,7 @@ import numpy as np
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.oracles.transformer import softmax
 from anydecode.certification.rounds import accepted, rounds, scripted
@@ -28,6 +29,7 @@ from anydecode.models.transformer import Transformer
 def online() -> Iterator[Check]:
     """Training examples are the first rejected drafts; the loss is forward cross-entropy; drafts
     get better: with a correction of the output layer, and with the draft model's own weights."""
+    yield from penalty_checks("online-sd")
     correction = Correction(2, 5, 2, 0.1)
     shares = np.array([0.75, 0.25])
     lesson = RejectedDraft(np.ones(2), np.zeros(5), np.array([1, 3]), shares)

@@ -11,6 +11,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 
 
@@ -18,6 +19,8 @@ from anydecode.certification.oracles.speculative.rejection_rules import rejectio
 def opt_tree() -> Iterator[Check]:
     """The n most probable nodes of the whole tree; levels are added while they add more than
     delta. Samples under the rejection rule for chosen siblings follow the target."""
+
+    yield from penalty_checks("opt-tree")
 
     def best(text: list[int], temperature: float, size: int, delta: float) -> list[Path]:
         before, nodes = 0.0, []

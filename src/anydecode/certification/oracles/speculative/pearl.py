@@ -16,6 +16,7 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     recorded_drafts,
 )
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import VirtualClock, blurred, rounds, scripted
 from anydecode.decoders.speculative.pearl import Pearl
@@ -26,6 +27,7 @@ def pearl() -> Iterator[Check]:
     """Pre-verify while no draft is pending, post-verify while all drafts were accepted; drafting
     and verification overlap; the draft length is the ratio of the pass times. Samples under the
     paper's rejection rule follow the target."""
+    yield from penalty_checks("pearl")
     modes = set()
     for temperature in (0.0, 0.8):
         wrong = 0

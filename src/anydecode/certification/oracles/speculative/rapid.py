@@ -17,6 +17,7 @@ from anydecode.certification.chi_square import (
     fit,
     small_llm,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.reading_drafts import (
     LONG_PROMPT,
     PROMPTS,
@@ -34,6 +35,7 @@ ETA, TEMPERATURE = 10.0, 0.8
 def rapid() -> Iterator[Check]:
     """The chunks with the largest BM25 scores are retrieved, in order; the draft model reads
     nothing else. With `eta`, samples follow the paper's shifted target."""
+    yield from penalty_checks("rapid")
     text = [1, 1, 2, 2, 7, 8, 9, 2, 1, 2, 1, 2, 9, 9, 1, 1, 3, 9, 8, 7]
     yield Check(
         "retrieval by hand",

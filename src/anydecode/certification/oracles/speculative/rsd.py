@@ -10,6 +10,7 @@ import numpy as np
 
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.draft_trees import Path, compare_trees, draft_row
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.decoders.speculative.rsd import condition_on_parent
 
@@ -18,6 +19,7 @@ from anydecode.decoders.speculative.rsd import condition_on_parent
 def rsd() -> Iterator[Check]:
     """Gumbel-top-k per node; stochastic beams with the paper's formula. Samples under
     the paper's rejection rule follow the target."""
+    yield from penalty_checks("rsd")
     keys = np.array([0.3, 2.0, -1.0])
     naive = -np.log(np.exp(-0.5) - np.exp(-2.0) + np.exp(-keys))
     yield Check(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
 from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.oracles.speculative.recording_model import RecordingModel
 from anydecode.certification.oracles.transformer import softmax
@@ -27,6 +28,7 @@ from anydecode.models.transformer import Transformer
 @oracle_test("s2d")
 def s2d() -> Iterator[Check]:
     """Exits at fixed shares of the depth; later layers run only if an exit is not confident."""
+    yield from penalty_checks("s2d:confidence=1")
     expected = {0.0: {(0, 4)}, 1.0: {(0, 4), (4, 6), (6, 8)}}
     for confidence in (0.0, 0.6, 1.0):
         draft = RecordingModel(blurred(TARGET, error=0.4), vocab_size=VOCABULARY, num_layers=8)

@@ -17,6 +17,7 @@ from anydecode.certification.oracles.speculative.draft_chains import (
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.oracles.speculative.draft_trees import DRAFT as SHARP
 from anydecode.certification.oracles.speculative.draft_trees import draft_row
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import (
     TracedRound,
@@ -34,6 +35,7 @@ from anydecode.decoders.speculative.smartspec_server import ServerGoodput
 def saguaro() -> Iterator[Check]:
     """Fan-out by the formula; prepared outcomes and drafts equal an oracle's; cache hits save
     time."""
+    yield from penalty_checks("saguaro")
     yield Check(
         "equal acceptance gives equal fan-out", fan_out(3, 8, 0.999999, 0.5)[:3] == [1, 1, 1]
     )

@@ -15,6 +15,7 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     TARGET,
     chain_oracle,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import rejection_checks
 from anydecode.certification.rounds import TracedRound, accepted, rounds, scripted
 from anydecode.decoders.framework.speculation import Speculative
@@ -28,6 +29,7 @@ Example = tuple[np.ndarray, float]
 def specdec() -> Iterator[Check]:
     """A chain ends with the first draft for which 1 - product > bound; that draft is kept. Samples
     under the paper's rejection rule follow the target."""
+    yield from penalty_checks("specdec++")
     for key, bound, min_drafts, size in (
         ("specdec++", 0.7, 2, 20),
         ("specdec++:bound=0.6,min_drafts=3,size=6", 0.6, 3, 6),

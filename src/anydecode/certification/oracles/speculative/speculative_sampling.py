@@ -31,6 +31,7 @@ from anydecode.certification.oracles.speculative.draft_chains import (
     TARGET,
     chain_oracle,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.rounds import plain_token, rounds, scripted
 from anydecode.decoders.framework.rejection import RejectionSampling, rejection_steps
 from anydecode.decoders.framework.speculation import Speculative
@@ -40,6 +41,7 @@ from anydecode.decoders.framework.speculation import Speculative
 def speculative_sampling() -> Iterator[Check]:
     """Four tokens sampled by the draft model; the first rejected one is replaced, and if all are
     accepted a bonus token follows."""
+    yield from penalty_checks("speculative-sampling")
     for temperature in (0.0, 0.8):
         with scripted(TARGET, DRAFT) as llm:
             trace = [
