@@ -95,6 +95,7 @@ def test_bytes_are_megabytes_of_a_name(clock: Clock, capsys: pytest.CaptureFixtu
         bar.update(49_000_000)
         clock.now += 20.0
         bar.update(98_000_000, 98_000_000)
+        bar.update(98_000_000, 98_000_000)  # again, while it is checked
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["49.0 MB of smollm: 20 s", "98.0 of 98.0 MB of smollm: 40 s"]
 

@@ -97,12 +97,14 @@ class _Lines(Progress):
     """Prints a line when a step begins, when `LINE_SECONDS` have passed, and at the end."""
 
     _shown_step = ""
+    _shown_amount = ""
 
     def _show(self) -> None:
         now = monotonic()
         is_over = self.total is not None and self.done >= self.total
-        if self.step != self._shown_step or is_over or now >= self._shown_at + LINE_SECONDS:
-            self._shown_step, self._shown_at = self.step, now
+        is_end = is_over and self.amount() != self._shown_amount
+        if self.step != self._shown_step or is_end or now >= self._shown_at + LINE_SECONDS:
+            self._shown_step, self._shown_at, self._shown_amount = self.step, now, self.amount()
             parts = filter(None, (self.step, self.detail, self.times()))
             note(f"{self.amount()}: {', '.join(parts)}")
 

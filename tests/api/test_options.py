@@ -16,7 +16,7 @@ import pytest
 from anydecode import LLM
 from anydecode.api.options import GenerateOptions
 from anydecode.certification.checks import PROMPTS, scripted_llm
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 
@@ -189,6 +189,19 @@ def test_asynchronous_forms_give_the_same_results() -> None:
 
     with scripted_llm() as llm:
         asyncio.run(main(llm))
+
+
+def test_a_continuation_without_tokens_of_its_own_is_refused() -> None:
+    with LLM("tiny-autoregressive", threads=1) as llm:
+        assert len(llm.encode("cop")) > len(llm.encode("copy"))  # of which "y" is a part
+        with pytest.raises(InvalidRequestError, match="'y' has no tokens of its own"):
+            llm.score("cop", "y")
+        assert len(llm.score("copy", " Ada").tokens) > 0
+        with pytest.raises(InvalidRequestError, match="that are not empty"):
+            llm.score("copy", "")
+    with LLM("tiny-diffusion", threads=1) as llm:
+        with pytest.raises(UnsupportedCombinationError, match="'score' needs a causal model"):
+            llm.score("copy", " Ada")
 
 
 def test_embeddings_are_unit_vectors_of_their_own_text() -> None:

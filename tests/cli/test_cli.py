@@ -27,6 +27,13 @@ from anydecode.serialization import to_plain
 HEAVY = ("torch", "numpy", "transformers", "rich", "tokenizers", "huggingface_hub")
 
 
+class OtherTokenizer(ByteTokenizer):
+    """A byte tokenizer of which each token is another text than that of `ByteTokenizer`."""
+
+    def token_bytes(self, token: int) -> bytes:
+        return super().token_bytes(token) + b"!"
+
+
 class ChatTokenizer(ByteTokenizer):
     """A byte tokenizer with a chat template."""
 
@@ -111,6 +118,22 @@ def test_help_of_every_command_has_an_example(capsys: pytest.CaptureFixture[str]
         assert f"Example: anydecode {name}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_help_lists_the_first_sentence_of_every_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for group in ([], ["bench"], ["train"], ["cluster"]):
+        assert invoke(*group, "--help") == 0
+        _, _, listed = capsys.readouterr().out.partition("Commands:\n")
+        assert listed and "..." not in listed, group
+
+
+def test_usage_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat", "serve", "certify", "methods"):
+        assert invoke(command, "--help") == 0
+        usage = capsys.readouterr().out.splitlines()[0]
+        assert "[[" not in usage and "..." not in usage.replace("]...", ""), usage
+
+
 def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     code = invoke("generate", "--prompt", "abc", "--max-tokens", "8", "--seed", "7", "--json")
     out = capsys.readouterr().out
@@ -188,6 +211,12 @@ def test_printed_speed_matches_printed_tokens_and_seconds(
     assert 0 < values["time_to_first_token"] <= values["seconds"]
 
 
+def test_one_token_and_one_pass_are_no_plurals(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "abc", "--decoder", "autoregressive", "--ignore-eos", "--max-tokens"]
+    assert invoke(*given, "1") == 0
+    assert re.match(r"(?s).*1 token in .*, 1 pass, length\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.0004, 0.0016, 0.84149, 12.3456, 1000.0004])
 def test_printed_speed_can_be_recomputed(seconds: float) -> None:
     stats = Stats(passes=3, num_tokens=128, num_prompt_tokens=2, seconds=seconds,
@@ -229,6 +258,40 @@ def test_chat_takes_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "load", lambda *given: drafts.append(given[4]) or load(*given))
     assert invoke("chat", "--prompt", "hi", "--max-tokens", "2", "--draft", "one") == 0
     assert drafts == [["one"]]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "tokenizer", "expected"),
+    [
+        ([], ChatTokenizer, ""),
+        (["--decoder", "autoregressive"], ChatTokenizer, "'autoregressive' uses no draft model"),
+        (["--decoder", "beam"], ChatTokenizer, "'beam' uses no draft model"),
+        (["--decoder", "min-p"], ChatTokenizer, "'min-p' uses no draft model"),
+        ([], OtherTokenizer, "is not used by decoder 'auto'"),
+        (["--decoder", "speculative-sampling"], ChatTokenizer, ""),
+    ],
+)
+def test_a_draft_model_that_is_not_used_is_named(
+    decoder: list[str],
+    tokenizer: type[ByteTokenizer],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(model: str, *rest: Any) -> LLM:
+        llm = LLM(ScriptedModel(seed=1), tokenizer=ChatTokenizer(), cache_positions=2048)
+        if rest[3]:
+            llm.add_runner("draft", ScriptedModel(seed=1))
+            llm.resources.tokenizers["draft"] = tokenizer()
+        return llm
+
+    monkeypatch.setattr(options, "load", load)
+    arguments = ["generate", "ab", "--max-tokens", "2", *decoder]
+    assert invoke(*arguments, "--draft", "one") == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "draft" in line]
+    assert len(notes) == bool(expected) and all(expected in line for line in notes)
+    if decoder != ["--decoder", "speculative-sampling"]:
+        assert invoke(*arguments) == 0 and "draft" not in capsys.readouterr().err
 
 
 def test_quit_ends_the_conversation(

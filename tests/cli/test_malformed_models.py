@@ -26,7 +26,7 @@ from model_files import EXPERT_CONFIG, expert_tensors, tokenizer_json
 #: file, PAIRS, NUMBERS and TRACE files of examples, and SCHEMAS a folder of schemas.
 COMMANDS = {
     "generate": "--model MODEL --prompt a",
-    "generate-draft": "--model tiny-autoregressive --draft MODEL --decoder draft-model --prompt a",
+    "generate-draft": "--model tiny-autoregressive --draft MODEL --decoder pearl --prompt a",
     "chat": "--model MODEL --prompt a",
     "score": "--model MODEL --prompt a --continuation b",
     "serve": "MODEL --port 0",

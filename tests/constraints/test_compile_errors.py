@@ -38,8 +38,10 @@ def test_the_error_of_a_pattern_says_where_and_why(pattern: str, expected: str) 
 
 
 def test_the_error_of_a_grammar_has_its_line_and_column() -> None:
-    assert error_of(Grammar('start: a b\na: "x"')) == 'line 1, column 8: unknown name: "b"'
-    assert error_of(Grammar('start: a\na: "x')) == "line 2, column 6: lexer error"
+    start = "the grammar is not valid at line"
+    unknown, open_text = Grammar('start: a b\na: "x"'), Grammar('start: a\na: "x')
+    assert error_of(unknown) == f'{start} 1, column 8: unknown name: "b"'
+    assert error_of(open_text) == f"{start} 2, column 6: lexer error"
     assert error_of(Grammar('other: "a"')) == "no start rule found"
 
 

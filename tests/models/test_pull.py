@@ -211,6 +211,12 @@ def test_resolve_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (resolve, pull):
         with pytest.raises(ModelNotFoundError, match="no model is called 'zzzz'"):
             call("zzzz")
+    for name, message in (
+        ("", "no model is called ''"),
+        ("https://huggingface.co/owner/name/tree/main", "did you mean owner/name"),
+    ):
+        with pytest.raises(ModelNotFoundError, match=message):
+            resolve(name)
     folder = tmp_path / "folder"
     folder.mkdir()
     file = folder / "model.safetensors"

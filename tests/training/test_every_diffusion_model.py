@@ -341,7 +341,7 @@ def test_what_the_files_do_not_say_may_be_given(tmp_path: Path) -> None:
     file.write_text(json.dumps({**config, **own}))
     with pytest.raises(CheckpointError, match="a diffusion model, not a causal one"):
         open_any_teacher(tmp_path / "model", 4)
-    with pytest.raises(InvalidRequestError, match="family='open' is unknown"):
+    with pytest.raises(InvalidRequestError, match="family='open' is none"):
         open_any_teacher(tmp_path / "model", 4, family="open")
     with pytest.raises(InvalidRequestError, match="mask=64 is no token of the model"):
         open_any_teacher(tmp_path / "model", 4, family="open_dllm", mask=64)

@@ -191,7 +191,11 @@ class LLM:
         dtype = format.dtype if isinstance(format, WeightFormat) else format
         opened = open_tokenizer(tokenizer) or model_tokenizer
         if opened is None:
-            raise InvalidRequestError("this model has no tokenizer; pass tokenizer=")
+            raise InvalidRequestError(
+                f"{self.model.name} has no tokenizer, which is needed to read and write text: add"
+                " tokenizer.json (or tokenizer.model, or vocab.json and merges.txt) to its folder,"
+                " or in Python pass tokenizer="
+            )
         self.tokenizer: Tokenizer = with_mask(opened, self.model.spec, mask)
         self._adapters = Adapters(self.model)
         self._positions = cache_positions
@@ -871,12 +875,19 @@ class LLM:
         return request
 
     def _likelihoods(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[LikelihoodDecoder]:
+        self.resources.check_decoder("score", LikelihoodDecoder.requirements)
         decoders = []
         for prompt, continuation in pairs:
             head, tail = self.encode(prompt), self.encode(continuation, special=False)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 whole = self.encode(prompt + continuation)
                 head, tail = whole[: len(head)], whole[len(head) :]
+                if continuation and not tail:
+                    raise InvalidRequestError(
+                        f"the continuation {continuation[:40]!r} has no tokens of its own: both"
+                        " texts together have no more tokens than the prompt; begin it with a"
+                        " space, or end the prompt where a word ends"
+                    )
             decoders.append(LikelihoodDecoder(head, tail))
         return decoders
 

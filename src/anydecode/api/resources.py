@@ -111,7 +111,7 @@ class Resources:
         for runner in runners:
             if runner not in self.engine.runners:
                 raise UnsupportedCombinationError(
-                    f"decoder {name!r} needs a {runner} model: LLM(..., {runner}=...)"
+                    f"decoder {name!r} needs a {runner} model: give one ({runner}=, --{runner})"
                 )
             spec = self.engine.runners[runner].model.spec
             if spec.causal != needs.draft_causal:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from anydecode.cli.command_list import CommandListGroup
 from anydecode.errors import InvalidRequestError
 
 
@@ -143,6 +144,7 @@ BENCHES = {
 }
 
 app = typer.Typer(
+    cls=CommandListGroup,
     help="Measure speed on this machine.\n\nExample: anydecode bench baselines --tokens 64",
     rich_markup_mode=None,
     no_args_is_help=True,

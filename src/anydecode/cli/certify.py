@@ -25,7 +25,7 @@ def certify_methods(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY]...",
+            metavar="KEY",
             help="Method keys, or package:Class; with --model, also with parameters, such as"
             " hidden-transfer:maps=FILE. Default: all methods; with --model, those that need no"
             " trained parts.",

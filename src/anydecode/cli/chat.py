@@ -25,9 +25,7 @@ Messages = list[dict[str, Any]]
 def chat(
     text: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PROMPT]", help="Message to answer. Default: start a conversation."
-        ),
+        typer.Argument(metavar="PROMPT", help="Message to answer. Default: start a conversation."),
     ] = None,
     prompt: Annotated[
         str | None,
@@ -66,6 +64,7 @@ def chat(
     if message is not None:
         message = options.read_text(message, "prompt")
     llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
+    options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

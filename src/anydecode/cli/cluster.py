@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anydecode.cli import options
+from anydecode.cli.command_list import CommandListGroup
 from anydecode.cli.serve import served_name
 from anydecode.errors import InvalidRequestError
 
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from anydecode.cluster.control.distserve import Limits
     from anydecode.cluster.ledger import Frame
 
-app = typer.Typer(help="Several worker processes behind one server.", no_args_is_help=True)
+app = typer.Typer(
+    cls=CommandListGroup,
+    help="Several worker processes behind one server.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
 
 #: The port that workers connect to.
 FLEET_PORT = 8001

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anydecode.cli import options
-from anydecode.cli.output import print_json, write_now
+from anydecode.cli.output import counted, print_json, write_now
 from anydecode.errors import InvalidRequestError
 from anydecode.progress import note
 
@@ -24,7 +24,7 @@ HINT_MARKER = ".chat-hint-given"
 
 
 def generate(
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt.")] = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", help="The same as PROMPT; - reads standard input."),
@@ -111,6 +111,7 @@ def generate(
 
         request_constraint = Regex(regex)
     llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block, split)
+    options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,
@@ -207,12 +208,14 @@ def summary(generation: Generation, is_first: bool = True) -> str:
         is_first: Whether it is the first sample, with which the passes of a search count.
     """
     stats = generation.stats
-    passes = f"{stats.passes} passes" if is_first or stats.passes else "no further passes"
+    passes = counted(stats.passes, "pass", "passes")
+    if not is_first and not stats.passes:
+        passes = "no further passes"
     seconds = max(round(stats.seconds, 3), 0.001)
     return (
-        f"{stats.num_tokens} tokens in {seconds:.3f} s: {stats.num_tokens / seconds:.1f} tokens/s"
-        f" (prompt included; first token after {stats.time_to_first_token:.3f} s),"
-        f" {passes}, {generation.finish_reason}"
+        f"{counted(stats.num_tokens, 'token', 'tokens')} in {seconds:.3f} s:"
+        f" {stats.num_tokens / seconds:.1f} tokens/s (prompt included; first token after"
+        f" {stats.time_to_first_token:.3f} s), {passes}, {generation.finish_reason}"
     )
 
 

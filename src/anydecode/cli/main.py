@@ -28,6 +28,7 @@ from anydecode.cli import (
     serve,
     train,
 )
+from anydecode.cli.command_list import CommandListGroup
 from anydecode.errors import AnydecodeError
 from anydecode.version import __version__
 
@@ -35,6 +36,7 @@ USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
     name="anydecode",
+    cls=CommandListGroup,
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,

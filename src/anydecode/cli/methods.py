@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def methods(
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", help="Print all about this method. Default: list methods."),
+        typer.Argument(metavar="KEY", help="Print all about this method. Default: list methods."),
     ] = None,
     family: Annotated[
         str | None, typer.Option("--family", help="Only methods of this family. Default: all.")

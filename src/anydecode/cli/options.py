@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anydecode.errors import InvalidRequestError
+from anydecode.progress import note
 
 if TYPE_CHECKING:
     from anydecode.api.llm import LLM
@@ -190,6 +191,30 @@ def load(
             split=split,
         )
         return LLM(model, **arguments)
+
+
+def note_unused_draft(llm: LLM, decoder: str | None, draft: str | list[str] | None) -> None:
+    """Say on stderr that the method does not run the draft model of `--draft`, which it would run
+    if it were another one, or never does. Without a decoder it is the model's default one.
+
+    Raises:
+        InvalidRequestError: There is no such decoder.
+    """
+    from anydecode.decoders.decoder import Decoder
+
+    given = [draft] if isinstance(draft, str) else draft or []
+    if not set(given) - {"none"}:
+        return
+    choice = decoder or llm.default_decoder
+    method = llm.methods.find(choice)
+    needs = method.requirements if isinstance(method, Decoder) else Decoder.requirements
+    if "draft" in needs.optional_runners and not llm.resources.optional_runners(needs):
+        note(
+            f"the draft model does not fit and is not used by decoder {choice!r}: it needs a"
+            " causal one with the model's vocabulary, or a drafter of one token per pass"
+        )
+    elif not (needs.optional_runners or needs.runners or needs.every_draft):
+        note(f"decoder {choice!r} uses no draft model: --draft changes nothing")
 
 
 def read_text(value: str | None, what: str) -> str:

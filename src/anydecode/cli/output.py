@@ -22,6 +22,11 @@ def write_now(text: str) -> None:
     sys.stdout.flush()
 
 
+def counted(count: int, one: str, more: str) -> str:
+    """A number with its noun: "1 pass", "2 passes"."""
+    return f"{count} {one if count == 1 else more}"
+
+
 def output_width() -> int:
     """The width of the terminal, or 80 columns if stdout is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 80

@@ -30,7 +30,7 @@ def serve(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MODEL...]",
+            metavar="MODEL",
             help=(
                 "Model name, Hugging Face repo id, folder or .gguf file; NAME=MODEL names it. The"
                 " first is loaded now and answers requests that name none; each other one when a"
@@ -432,6 +432,7 @@ def serve(
             if not equals:
                 raise InvalidRequestError(f"--adapter {entry!r} must have the form NAME=FOLDER")
             llm.add_adapter(adapter_name, folder)
+    options.note_unused_draft(llm, decoder, draft)
     can_unload = bool(others) or idle_unload is not None
     run(
         ServedModels(

@@ -31,7 +31,8 @@ def compile_error(error: object) -> str:
             "the constraint is too large to be compiled: make the repetitions in its patterns"
             " smaller or its alternatives fewer"
         )
-    return one_line(_PLACE.sub(r"line \1, column \2: ", _QUOTED.sub("", text)))
+    place = r"the grammar is not valid at line \1, column \2: "
+    return one_line(_PLACE.sub(place, _QUOTED.sub("", text)))
 
 
 def _pattern_error(pattern: str, place: int, reason: str) -> str:

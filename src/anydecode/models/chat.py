@@ -58,7 +58,9 @@ def select_template(templates: str | Mapping[str, str] | None, variables: Mappin
     if isinstance(templates, str):
         return templates
     if not templates:
-        raise InvalidRequestError("this model has no chat template; pass a plain prompt instead")
+        raise InvalidRequestError(
+            "this model has no chat template: continue a text instead (generate)"
+        )
     if variables.get("tools") and "tool_use" in templates:
         return templates["tool_use"]
     if "default" in templates:

