@@ -30,6 +30,8 @@ OTHER_REFERENCES = {
     "mimo": "Qwen2 of `transformers`",
     "kimi_k2": "DeepSeek-V3 of `transformers`",
     "nemotron-nas": "Llama of `transformers`",
+    "paddleocr_vl_text": "PaddleOCR-VL of `transformers`",
+    "glm_ocr_text": "GLM-OCR of `transformers`",
     **dict.fromkeys(
         ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
         "Llama of `transformers`",
@@ -64,8 +66,12 @@ SAME_AS = {
     "deepseek": "qwen2_moe",
     "qwen3_vl_moe_text": "qwen3_moe",
     "bailing_moe": "granitemoeshared",
+    "paddleocr_vl_text": "ernie4_5",
+    "glm_ocr_text": "glm4",
     "bailing_moe_v2": "glm4_moe",
 }
+#: The model types of files that are compared with a model of another type.
+OF_FILES = {"paddleocr": "paddleocr_vl_text", "deepseek2-ocr": "deepseek"}
 #: The diffusion models' tests have it.
 ELSEWHERE = {"nemotron_labs_diffusion_ar": "tokens of drafts"}
 
@@ -89,6 +95,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
         for key, case in module.CASES.items():
             is_other = case.architecture in OTHER_REFERENCES
             kind = case.architecture if is_other else model_type(case.family)
+            kind = OF_FILES.get(case.architecture, kind)
             yield kind, case.architecture, key not in module.NOT_OF_LLAMA_CPP
     named = {"gemma-embedding": "embedding_gemma", "llama-embed": "llama_bidirec"}
     for case in parity_module("test_gguf_encoders").CASES.values():
@@ -106,7 +113,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "rwkv7", "rwkv7", True
     yield "nemotron-nas", "deci", True
     for name in parity_module("families/test_renamed_llama").FILES:
-        yield name, name, True
+        yield OF_FILES.get(name, name), name, True
     yield "baichuan", "baichuan", True
     yield "deepseek_v4", "deepseek4", True
     yield "minimax", "minimax-01", True

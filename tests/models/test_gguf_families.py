@@ -295,6 +295,12 @@ CASES = {
         "Glm4", "glm4", {"head_dim": 16, "attention_bias": False}, {"rope.dimension_count": 8}
     ),
     "ernie4_5": Case("Ernie4_5", "ernie4_5", {"head_dim": 16}),
+    "paddleocr": Case(
+        "Llama",
+        "paddleocr",
+        {"head_dim": 16},
+        {"rope.dimension_count": 16, "rope.dimension_sections": [2, 3, 3, 0]},
+    ),
     "seed_oss": Case("SeedOss", "seed_oss", {"head_dim": 16}),
     "olmo3": Case(
         "Olmo3",
@@ -390,6 +396,26 @@ CASES = {
             "rope.freq_base": 5000.0 * 50.0 ** (12 / 10),
             "rope.scaling.type": "none",
             "rope.scaling.factor": 1.0,
+        },
+    ),
+    "hunyuan vl": Case(
+        "HunYuanDenseV1",
+        "hunyuan_vl",
+        {
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 5000.0,
+            },
+        },
+        {
+            "rope.scaling.alpha": 50.0,
+            "rope.scaling.type": "none",
+            "rope.scaling.factor": 1.0,
+            "rope.dimension_sections": [2, 1, 1, 2],
         },
     ),
     "starcoder2": Case("Starcoder2", "starcoder2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ AUDIO = {
     "num_attention_heads": 2,
 }
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
+#: The towers of Qwen-Omni.
+OMNI = {
+    "vision_config": {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "audio_config": {**AUDIO, "output_dim": 48, "downsample_hidden_size": 8},
+}
 
 
 def _rope(*sections: int, **keys: Any) -> dict[str, Any]:
@@ -165,6 +177,82 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "VideoLlama3": ({"model_type": "qwen2"}, VISION),
     "Voxtral": ({"model_type": "llama"}, AUDIO),
     "Qwen2Audio": ({"model_type": "qwen2"}, AUDIO),
+    "GlmOcr": (
+        {"head_dim": 16, **_rope(2, 3, 3)},
+        {**VISION, "out_hidden_size": 48},
+    ),
+    "PaddleOCRVL": (
+        {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True, **_rope(2, 3, 3)},
+        VISION,
+    ),
+    "GotOcr2": ({"model_type": "qwen2"}, {**VISION, "mlp_dim": 16, "global_attn_indexes": [0]}),
+    "Granite4Vision": (
+        GRANITE,
+        {**VISION, "model_type": "siglip_vision_model", "hidden_size": 64},
+    ),
+    "GraniteDocling": ({**GRANITE, "tie_word_embeddings": True}, {**VISION, "scale_factor": 1}),
+    "HunYuanVL": (
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "xdrope",
+                "rope_theta": 500.0,
+                "alpha": 50.0,
+                "xdrope_section": [2, 2, 1, 1],
+            },
+        },
+        VISION,
+    ),
+    "DeepseekOcr2": (
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            **EXPERTS,
+        },
+        {
+            "sam_config": {**VISION, "mlp_dim": 16, "downsample_channels": [16, 16]},
+            "encoder_config": {**VISION, "num_key_value_heads": 2, "vocab_size": 10},
+        },
+    ),
+    "MiniCPMV4_6": (
+        {
+            "model_type": "qwen3_5_text",
+            "num_hidden_layers": 4,
+            "rms_norm_eps": 1e-2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+        },
+        {**VISION, "insert_layer_id": 0},
+    ),
+    "Kimi_K25": (
+        {
+            "model_type": "deepseek_v3",
+            **LATENT_SIZES,
+            **EXPERTS,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 6,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        {**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
+    "QianfanOCR": ({"model_type": "qwen3", "head_dim": 12}, {**VISION, "image_size": [16, 16]}),
+    "Ovis2": ({"model_type": "qwen2"}, {**VISION, "vocab_size": 20}),
+    "VideoLlava": ({"model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
+    "Qwen2_5OmniThinker": (_rope(2, 2, 2), OMNI),
+    "Qwen3OmniMoeThinker": ({"num_experts": 6, **EXPERTS, **_rope(2, 2, 2)}, OMNI),
+    "AudioFlamingo3": ({"model_type": "qwen2"}, AUDIO),
+    "Qwen3ASR": (
+        {"model_type": "qwen3", "head_dim": 12},
+        {"audio_config": {**AUDIO, "output_dim": 48, "downsample_hidden_size": 8}},
+    ),
+    "GlmAsr": ({"model_type": "llama", "head_dim": 12}, AUDIO),
     "Exaone4_5_": (
         {
             "model_type": "exaone4",
@@ -189,10 +277,14 @@ def saved(name: str, folder: Path) -> Any:
         "vision_end_token_id": 126,
         "vision_config": tower,
     }
+    if tower is AUDIO:
+        keys = {"audio_config": tower}
+    elif "audio_config" in tower:
+        keys = tower
     config = getattr(transformers, "Exaone4_5_Config" if "Exa" in name else f"{name}Config")(
         text_config={**BASE, **text},
         tie_word_embeddings=text.get("tie_word_embeddings", False),
-        **({"audio_config": tower} if tower is AUDIO else keys),
+        **deepcopy(keys),
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
@@ -211,7 +303,7 @@ def found(folder: Path) -> np.ndarray:
 
 
 #: The others take the same way, and are slow together.
-FAST = ("Qwen2_5_VL", "Qwen3VLMoe", "Idefics3")
+FAST = ("Qwen2_5_VL", "Qwen3VLMoe", "Idefics3", "GlmOcr", "PaddleOCRVL", "HunYuanVL")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +384,63 @@ def test_kimi_k2_5_as_published(tmp_path: Path) -> None:
     }
     write_folder(tmp_path, {**tensors, "vision_tower.x": np.zeros(3, np.float32)}, **config)
     assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "prefix"),
+    [
+        ("InternVLChatModel", "llm_config", "language_model."),
+        ("KimiVLForConditionalGeneration", "text_config", "language_model."),
+        ("DeepseekVLV2ForCausalLM", "language_config", "language."),
+        ("Ovis2_5", "llm_config", "llm."),
+        ("MiniCPMV", None, "llm."),
+        ("DeepseekOCRForCausalLM", "language_config", ""),
+        ("GraniteSpeechForConditionalGeneration", "text_config", "language_model."),
+    ],
+)
+def test_a_language_model_under_another_key_or_prefix(
+    architecture: str, key: str | None, prefix: str, tmp_path: Path
+) -> None:
+    """Repositories with code of their own. Wrong twin: keys of the whole model count in place of
+    those of the language model."""
+    model = hf_model("Qwen2", hidden_act="gelu")
+    tensors = {prefix + name: x.numpy() for name, x in model.state_dict().items()}
+    text = {**model.config.to_dict(), "architectures": ["Qwen2ForCausalLM"]}
+    whole = {"architectures": [architecture], "model_type": "other", "hidden_act": "silu"}
+    if key is None:
+        config = {**text, **whole, "model_type": "minicpmv", "version": 2.6, "hidden_act": "gelu"}
+    else:
+        config = {**whole, "vision_config": {}, key: text}
+    write_folder(tmp_path, {**tensors, "vision_tower.x": np.zeros(3, np.float32)}, **config)
+    expected = hf_logits(model, TOKENS)
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
+    wrong = {"hidden_act": "silu"}
+    write_folder(tmp_path, tensors, **{**config, **({key: {**text, **wrong}} if key else wrong)})
+    assert np.abs(found(tmp_path) - expected).max() > 1e-2
+
+
+def test_an_unknown_version_of_minicpm_v_is_refused() -> None:
+    config = {"architectures": ["MiniCPMV"], "model_type": "minicpmv", "version": 9.0}
+    with pytest.raises(CheckpointError, match="version is 9.0; allowed is one of 2.5, 2.6"):
+        spec_from_config(config)
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5Omni", "Qwen3OmniMoe"])
+def test_the_thinker_within_qwen_omni(name: str, tmp_path: Path) -> None:
+    """As published: beside a talker, whose tensors have the same names behind another prefix."""
+    expected = hf_logits(saved(f"{name}Thinker", tmp_path), TOKENS)
+    config = json.loads((tmp_path / "config.json").read_text())
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {f"thinker.{key.removeprefix('thinker.')}": tensor for key, tensor in stored.items()}
+    tensors |= {key.replace("thinker.", "talker."): tensor + 1 for key, tensor in tensors.items()}
+    whole = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "model_type": "qwen_omni",
+        "thinker_config": config,
+        "talker_config": {},
+    }
+    write_folder(tmp_path, tensors, **whole)
+    assert np.abs(found(tmp_path) - expected).max() < 1e-4
 
 
 def test_the_two_layouts_of_experts_of_qwen3_vl(tmp_path: Path) -> None:

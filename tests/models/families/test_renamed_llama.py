@@ -262,6 +262,19 @@ def deepseek(folder: Path, model: Any, **changes: Any) -> Path:
     return saved(folder, tensors, {**config, **changes})
 
 
+def deepseek_ocr(folder: Path, model: Any) -> Path:
+    """As the language model of DeepSeek-OCR, which has DeepSeek-V2's class and no latents."""
+    return deepseek(
+        folder,
+        model,
+        architectures=["DeepseekV2ForCausalLM"],
+        model_type="deepseek_v2",
+        use_mla=False,
+        topk_method="greedy",
+        num_key_value_heads=4,
+    )
+
+
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
 MANY_KEYS = {"num_key_value_heads": 4}
 EXPERTS = {
@@ -315,6 +328,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "phi4 multimodal": (phi4_multimodal, "Phi3", {}),
     "qwen": (qwen, "Qwen2", MANY_KEYS),
     "deepseek": (deepseek, "Qwen2Moe", EXPERTS),
+    "deepseek2-ocr": (deepseek_ocr, "Qwen2Moe", {**EXPERTS, **MANY_KEYS}),
     "chatglm": (
         chatglm,
         "Glm",
@@ -330,7 +344,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
 def original(name: str) -> Any:
     _, family, settings = CASES[name]
     model = hf_model(family, **{"rope_parameters": dict(ROPE), **settings})
-    if name == "deepseek":
+    if name.startswith("deepseek"):
         for parameter, tensor in model.named_parameters():
             if parameter.endswith(("shared_expert_gate.weight", ".bias")):
                 tensor.data.zero_()
@@ -451,6 +465,7 @@ FILES: dict[str, tuple[dict[str, Any], bool]] = {
         True,
     ),
 }
+FILES["deepseek2-ocr"] = ({**FILES["deepseek"][0], "rope.dimension_count": 0}, False)
 
 
 def as_gguf(name: str, model: Any, folder: Path, **changes: Any) -> Path:

@@ -23,7 +23,7 @@ from anydecode.models.families.alibi import alibi_slopes
 from anydecode.models.families.dispatch import class_names, find_family
 from anydecode.models.families.distance_biases import BIAS_REACH
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
-from anydecode.models.families.nested import completed
+from anydecode.models.families.nested import completed, with_text_config
 from anydecode.models.families.patterns import (
     CHUNKED,
     FULL,
@@ -93,12 +93,19 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
+    "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "Cosmos3OmniForConditionalGeneration",
+    "DeepseekOCRForCausalLM",
+    "DeepseekOcr2ForConditionalGeneration",
     "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration",
+    "DeepseekVLV2ForCausalLM",
     "DiffusionGemmaForBlockDiffusion",
     "EmbeddingGemma2Model",
     "Exaone4_5_ForConditionalGeneration",
+    "FastVlmForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -106,11 +113,23 @@ _MULTIMODAL = (
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "GlmAsrForConditionalGeneration",
+    "GlmOcrForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration",
+    "Granite4VisionForConditionalGeneration",
+    "GraniteDoclingForConditionalGeneration",
+    "GraniteSpeechForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternS1ForConditionalGeneration",
+    "InternVLChatModel",
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Lfm3VlForConditionalGeneration",
     "LightOnOcrForConditionalGeneration",
@@ -119,21 +138,43 @@ _MULTIMODAL = (
     "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMO",
+    "MiniCPMOcrForConditionalGeneration",
+    "MiniCPMV",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MllamaForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Omni_Reasoning_V3",
+    "Ovis",
+    "Ovis2ForConditionalGeneration",
+    "Ovis2_5",
+    "PaddleOCRVLForConditionalGeneration",
+    "PerceptionLMForConditionalGeneration",
+    "QianfanOCRForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration",
     "Qwen2VLForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3ASRForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "SkyworkR1VChatModel",
     "SmolVLMForConditionalGeneration",
     "Step3VLForConditionalGeneration",
     "Step3p7ForConditionalGeneration",
+    "VibeVoiceAsrForConditionalGeneration",
     "VideoLlama3ForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 )
@@ -145,6 +186,7 @@ def text_config(config: Config) -> dict[str, Any]:
     Raises:
         CheckpointError: The family is not supported.
     """
+    config = with_text_config(config)
     if "text_config" in config:
         check_multimodal(config)
     text = mapping_value(config, "text_config") if "text_config" in config else dict(config)

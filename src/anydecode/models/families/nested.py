@@ -1,4 +1,4 @@
-"""What the `text_config` of a multimodal config leaves out.
+"""The part of a multimodal config that describes the language model, and what it leaves out.
 
 `transformers` writes into it only what differs from the defaults of its class (LLaVA-1.5 and
 Gemma 3 4B have no numbers of heads), unlike into the config of a language model.
@@ -9,6 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.models.families.values import Config
+from anydecode.models.limits import refusal
+
+#: Other keys of the part of the language model than `text_config`: those of InternVL and of
+#: DeepSeek-VL2.
+_TEXT_KEYS = ("llm_config", "language_config")
+#: The model types of the language models of MiniCPM-V and MiniCPM-o, which their configs are those
+#: of, by `version`.
+_MINICPM_VERSIONS = {"2.5": "llama", "2.6": "qwen2", "4.0": "llama", "4.5": "qwen3"}
 
 _KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -59,6 +67,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=8,
         n_routed_experts=256,
     ),
+    "qwen2_5_omni_text": _sizes(152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1e6),
+    "qwen3_omni_moe_text": _sizes(
+        *(3584, 2048, 18944, 28, 28, 4, 32768),
+        rope_theta=1e6,
+        norm_topk_prob=True,
+        moe_intermediate_size=768,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+    ),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8, 2, 32768),
     "embedding_gemma2_text": _sizes(262144, 512, 2048, 24, 4, 2, 262144),
@@ -70,6 +87,55 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "muse_glimmer_text": _sizes(202048, 6656, 19968, 52, 32, 2, 131072),
     "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 2, 32768, rms_norm_eps=1e-5),
+    "glm_ocr_text": _sizes(59392, 1024, 4096, 16, 16, 8, 131072),
+    "paddleocr_vl_text": _sizes(103424, 1024, 3072, 18, 16, 2, 131072),
+    "hunyuan_v1_dense": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),
+    "hunyuan_vl_text": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),
+    "granite": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "granite4_vision_text": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "granite_docling_text": _sizes(
+        *(133800, 1024, 2048, 28, 16, 4, 32768),
+        rms_norm_eps=1e-5,
+        embedding_multiplier=12.0,
+        logits_scaling=4.0,
+        residual_multiplier=0.263,
+        attention_multiplier=0.015625,
+    ),
+    "hyperclovax": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "deepseek_ocr2_text": _sizes(
+        *(102400, 4096, 11008, 32, 32, 32, 2048),
+        moe_intermediate_size=1407,
+        n_shared_experts=2,
+        n_routed_experts=64,
+    ),
+    "deepseek_v3": _sizes(
+        *(129280, 7168, 18432, 61, 128, 128, 4096),
+        moe_intermediate_size=2048,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        qk_nope_head_dim=128,
+        n_group=8,
+        topk_group=4,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
+        n_routed_experts=256,
+    ),
+    "nemotron_h": {
+        **_sizes(131072, 4096, 21504, 4, 32, 8, 4096),
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+    },
     "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
     "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048, sliding_window=4096),
     "lfm2": _sizes(65536, 2560, 12288, 32, 32, 8, 128000),
@@ -84,6 +150,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+
+def with_text_config(config: Config) -> dict[str, Any]:
+    """A multimodal config whose language model is described by its `text_config`, as in most, not
+    by another key (InternVL), by a config within one of its parts (Qwen-Omni) or by keys of its own
+    (MiniCPM-V). Other configs are returned as they are."""
+    if isinstance(config.get("thinker_config"), dict):
+        names = {key: config[key] for key in ("architectures", "model_type") if key in config}
+        config = {**config["thinker_config"], **names}
+    text = next((config[key] for key in _TEXT_KEYS if isinstance(config.get(key), dict)), None)
+    if text is None and config.get("model_type") in ("minicpmv", "minicpmo"):
+        version = str(config.get("version"))
+        if version not in _MINICPM_VERSIONS:
+            raise refusal(
+                "version", config.get("version"), f"one of {', '.join(_MINICPM_VERSIONS)}"
+            )
+        text = {**config, "model_type": _MINICPM_VERSIONS[version], "architectures": None}
+    if text is None or "text_config" in config:
+        return dict(config)
+    return {**config, "text_config": text}
 
 
 def completed(text: Config, model_type: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from anydecode.kernels import portable
 from anydecode.kernels.interface import Rope
 from anydecode.models.limits import ConfigError, integer, number, refusal
 
-_ALIASES = {"su": "longrope", "mrope": "default"}
+_ALIASES = {"su": "longrope", "mrope": "default", "xdrope": "dynamic"}
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:

@@ -145,7 +145,9 @@ GROUP = "anydecode.families"
 #: The families by `model_type` of their configs.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        ("LlamaForCausalLM", "IQuestCoderForCausalLM"), all_full, model_types=("iquestcoder",)
+        ("LlamaForCausalLM", "IQuestCoderForCausalLM", "LlavaLlamaForCausalLM"),
+        all_full,
+        model_types=("iquestcoder", "llava_llama"),
     ),
     "mistral": Family(("MistralForCausalLM",), all_sliding, defaults={"sliding_window": 4096}),
     "mixtral": Family(
@@ -165,9 +167,13 @@ FAMILIES: dict[str, Family] = {
             "Qwen2ForCausalLM",
             "Qwen2VLForConditionalGeneration",
             "Qwen2_5_VLForConditionalGeneration",
+            *("DotsOCRForCausalLM", "LlavaQwenForCausalLM"),
         ),
         sliding_from_layer,
-        model_types=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+        model_types=(
+            *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
+            *("qwen2_5_omni_text", "dots_ocr", "llava_qwen"),
+        ),
         qkv_bias=True,
         defaults={"sliding_window": 4096},
     ),
@@ -271,9 +277,12 @@ FAMILIES: dict[str, Family] = {
     # Phi-4-multimodal is Phi-3 whose matrices have updates for images and speech, without which it
     # reads texts.
     "phi3": Family(
-        ("Phi3ForCausalLM", "Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"),
+        (
+            *("Phi3ForCausalLM", "Phi3VForCausalLM"),
+            *("Phi4MMForCausalLM", "Phi4MultimodalForCausalLM"),
+        ),
         all_sliding,
-        model_types=("phi4mm", "phi4_multimodal"),
+        model_types=("phi3_v", "phi4mm", "phi4_multimodal"),
         has_partial_rotary=True,
         other_names={
             module: f"{module}.base_layer"
@@ -401,7 +410,12 @@ FAMILIES |= {
             "num_experts_per_tok": 1,
         },
     ),
-    "granite": Family(("GraniteForCausalLM",), all_full, scales=granite_scales),
+    "granite": Family(
+        ("GraniteForCausalLM",),
+        all_full,
+        model_types=("granite4_vision_text", "granite_docling_text"),
+        scales=granite_scales,
+    ),
     **{
         model_type: Family(
             (f"{name}ForCausalLM",),
@@ -520,8 +534,9 @@ FAMILIES |= {
         defaults={"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
     ),
     "hunyuan_v1_dense": Family(
-        ("HunYuanDenseV1ForCausalLM",),
+        ("HunYuanDenseV1ForCausalLM", "HunYuanVLForConditionalGeneration"),
         all_full,
+        model_types=("hunyuan_vl", "hunyuan_vl_text"),
         qk_norm="head",
         norm_after_rope=True,
         names={

@@ -77,6 +77,13 @@ def hybrid(keys: Keys, config: dict[str, Any]) -> None:
         windows(keys, config)
 
 
+def hunyuan_vl(keys: Keys, config: dict[str, Any]) -> None:
+    """HunYuan-VL: the growth of the base of rotary frequencies."""
+    alpha = keys.number("rope.scaling.alpha", 0.0)
+    if alpha > 0:
+        config["rope_scaling"] = {"rope_type": "dynamic", "alpha": alpha}
+
+
 def granite(keys: Keys, config: dict[str, Any]) -> None:
     """The factors of Granite."""
     config["mlp_bias"] = "blk.0.ffn_up.bias" in keys.file.tensors

@@ -260,7 +260,8 @@ OVERRIDES = {
         **_shared("shared_experts"),
     },
     **dict.fromkeys(
-        ("dots1", "bailingmoe", "deepseek", "exaone-moe", "cohere2moe"), _shared("shared_experts")
+        ("dots1", "bailingmoe", "deepseek", "deepseek2-ocr", "exaone-moe", "cohere2moe"),
+        _shared("shared_experts"),
     ),
     "minimax-m3": {**_shared("shared_experts"), **_BLOCK_INDEXER},
     "laguna": {"attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
@@ -350,7 +351,7 @@ EXPERTS = {
         (
             *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
             *("granitemoe", "granite_swa", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
-            *("dbrx", "deepseek", "deepseek4", *_DEEPSEEK),
+            *("dbrx", "deepseek", "deepseek2-ocr", "deepseek4", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             "minimax-01",
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),

@@ -16,7 +16,7 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import check_multimodal
-from anydecode.models.families.nested import completed
+from anydecode.models.families.nested import completed, with_text_config
 from anydecode.models.files import folder_name, read_json
 from anydecode.models.loading import (
     bd3lm,
@@ -52,11 +52,15 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(float8_e8m0fnu),
 }  # fmt: skip
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Modules that are a whole language model in a multimodal checkpoint.
+_PARTS = ("language_model", "thinker", "language", "llm")
 #: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
 #: own.
 _NESTED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
+    **{f"{part}.{name}.": f"{name}." for part in _PARTS for name in ("model", "lm_head")},
+    # InternLM 2 and Nemotron-H
+    "language_model.output.": "output.",
+    "language_model.backbone.": "backbone.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     # DiffusionGemma
@@ -75,7 +79,7 @@ def load_folder(path: Path) -> Checkpoint:
     """
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: there is no config.json, and no .gguf file")
-    config = read_json(path / "config.json")
+    config = with_text_config(read_json(path / "config.json"))
     heads = heads_file(path)
     readers = _open_files(_files(path)) if heads is None else open_torch_file(heads)
     settings = settings_of(path, config, readers)

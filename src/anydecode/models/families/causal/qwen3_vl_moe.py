@@ -1,4 +1,5 @@
-"""The language model of Qwen3-VL with experts (Qwen team, 2025, arXiv:2511.21631)."""
+"""The language models of Qwen3-VL with experts (Qwen team, 2025, arXiv:2511.21631) and of
+Qwen3-Omni (arXiv:2509.17765)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ FAMILIES = {
     "qwen3_vl_moe_text": family_like(
         "qwen3_moe",
         "Qwen3VLMoeForConditionalGeneration",
+        model_types=("qwen3_omni_moe_text",),
         moe=MixtureOfExperts(is_transposed=None),
     )
 }
