@@ -428,6 +428,18 @@ def test_a_selection_bias_changes_the_choice_and_not_the_weights() -> None:
     assert torch.allclose(shares, expected, atol=1e-6)
 
 
+def test_a_choice_by_logits_where_scores_are_rounded_to_1() -> None:
+    """Wrong twin: the scores are equal, and the first experts win."""
+    router = torch.tensor([[20.0, 30.0, 25.0, 1.0]])
+    shares = expert_shares(router, Routing(2, False, "sigmoid", by_logits=True))
+    assert torch.equal(shares, torch.tensor([[0.0, 1.0, 1.0, 0.0]]))
+    bias = torch.tensor([8.0, 0.0, 0.0, 0.0])
+    shares = expert_shares(router, Routing(2, False, "sigmoid", by_logits=True), bias)
+    assert torch.equal(shares, torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+    shares = expert_shares(router, Routing(2, False, "sigmoid"))
+    assert torch.equal(shares, torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
+
+
 def test_experts_match_float64_and_are_batch_invariant() -> None:
     x, router = randn(9, 16), randn(9, 5, seed=1)
     gate = [plain_weight(randn(24, 16, seed=10 + e)) for e in range(5)]

@@ -343,6 +343,16 @@ GEMMA_3N_ODD: dict[str, Any] = {
     "vocab_size_per_layer_input": 100,
     "tie_word_embeddings": False,
 }
+KOLIBRI: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "head_dim": 16,
+    "sliding_window": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 DEEPSEEK_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -1727,6 +1737,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "kolibri": ("Kolibri1", KOLIBRI),
+    "kolibri odd": (
+        "Kolibri1",
+        {
+            **KOLIBRI,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 17,
+            "norm_topk_prob": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}),
     "olmoe normalised": (
         "Olmoe",
@@ -2385,6 +2407,12 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
         "llama4",
         lambda network: object.__setattr__(network.spec.layers[3].query_rope, "growth_start", 0),
     ),
+    "a choice of experts by biased scores": (
+        "kolibri",
+        lambda network: _each_spec(
+            network, routing=replace(network.spec.layers[0].routing, by_logits=False)
+        ),
+    ),
     "norms in layers without rotation": (
         "llama4",
         lambda network: _each_spec(network, qk_norm="plain"),
@@ -2611,12 +2639,25 @@ def test_equal_router_scores_choose_the_lower_experts(backend: str, tmp_path: An
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_saturated_scores_of_llama4_choose_the_largest_logit(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings", "router"),
+    [("Llama4", LLAMA_4, "router.weight"), ("Kolibri1", KOLIBRI, "mlp.gate.weight")],
+)
+def test_saturated_scores_choose_the_largest_logit(
+    family: str, settings: dict[str, Any], router: str, backend: str
+) -> None:
+    """Wrong twin: a choice by scores, which are all 1."""
     if backend == "native" and load_library() is None:
         pytest.skip("the native kernels are not available here")
-    theirs = hf_model("Llama4", **LLAMA_4)
+    theirs = hf_model(family, **settings)
     for name, parameter in theirs.named_parameters():
-        if name.endswith("router.weight"):
+        if name.endswith(router):
             parameter.data *= 100
-    found = logits(own_model(theirs, executor=choose_executor(backend)), chain(PROMPT))
-    assert np.abs(found - hf_logits(theirs, PROMPT)).max() < 1e-4
+    expected, network = hf_logits(theirs, PROMPT), load_network(checkpoint_of(theirs))
+    found = logits(Transformer(network, executor=choose_executor(backend)), chain(PROMPT))
+    assert np.abs(found - expected).max() < 1e-4
+    network, routing = load_network(checkpoint_of(theirs)), network.spec.layers[0].routing
+    assert routing is not None, "in every layer"
+    _each_spec(network, routing=replace(routing, by_logits=False))
+    found = logits(Transformer(network, executor=choose_executor(backend)), chain(PROMPT))
+    assert np.abs(found - expected).max() > 1e-2

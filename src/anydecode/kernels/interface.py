@@ -416,8 +416,10 @@ class Routing:
         scale: A factor of the weights, after normalisation.
         scores_per_group: 2, or 1 for the largest score alone (DeepSeek-V2).
         scales_inputs: Whether the weights multiply the inputs of experts, not their outputs
-            (Llama 4). Without a selection bias and groups, experts are then chosen by their logits,
-            which differ where sigmoids are rounded to 1.
+            (Llama 4).
+        by_logits: Whether experts are chosen by their logits in place of their scores: these are
+            equal where sigmoids are rounded to 1, and a selection bias adds to the logits then
+            (Llama 4, SmallThinker, Kolibri).
         jitter: Of the scoring "sparsemixer".
         block_experts: If given, the rows of a pass that see the same positions (a block of a
             diffusion model) choose from this number of experts: those with the largest scores of
@@ -434,6 +436,7 @@ class Routing:
     scale: float = 1.0
     scores_per_group: int = 2
     scales_inputs: bool = False
+    by_logits: bool = False
     jitter: float = 0.0
     block_experts: int | None = None
     num_identity: int = 0

@@ -60,6 +60,7 @@ class Routing(ctypes.Structure):
         ("is_plain", c_int32),
         ("jitter", c_float),
         *((name, c_int32) for name in ("block_experts", "is_root", "num_tokens", "num_identity")),
+        ("by_logits", c_int32),
     ]
 
 

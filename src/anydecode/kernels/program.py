@@ -433,6 +433,7 @@ class NativeBackend(Backend):
             scale=routing.scale,
             scores_per_group=routing.scores_per_group,
             scales_inputs=int(routing.scales_inputs),
+            by_logits=int(routing.by_logits),
             is_given=int(routing.scoring == "given"),
             is_plain=int(not weights.gate),
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,

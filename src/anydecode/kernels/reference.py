@@ -719,9 +719,8 @@ def expert_shares(
         return router / total if routing.normalise else router
     function = {"sigmoid": elementary.sigmoid, "sqrtsoftplus": _root_softplus}
     shares = function.get(routing.scoring, elementary.softmax)(router)
-    choice = shares if selection_bias is None else shares + selection_bias
-    if routing.scales_inputs and selection_bias is None and routing.num_groups == 1:
-        choice = router
+    scores = router if routing.by_logits else shares
+    choice = scores if selection_bias is None else scores + selection_bias
     if routing.block_experts is not None:
         assert blocks is not None
         index = blocks.unsqueeze(1).expand_as(choice)

@@ -149,10 +149,11 @@ static float choice_scores(const Op *op, const float *router, const ExpertScratc
   const Routing *routing = op->routing;
   float *score = scratch->score, sum = expert_scores(router, op->count, routing, score);
   const float *bias = routing->selection_bias;
-  int is_by_score = routing->is_sigmoid && !routing->scales_inputs;
-  int has_scores = is_by_score || bias || routing->num_groups > 1;
+  /* The order of softmax scores is that of the logits. */
+  int has_scores = routing->is_sigmoid || bias || routing->num_groups > 1;
+  has_scores = has_scores && !routing->by_logits;
   for (int e = 0; e < op->count; e++)
-    scratch->choice[e] = has_scores ? score[e] / sum + (bias ? bias[e] : 0.0f) : router[e];
+    scratch->choice[e] = (has_scores ? score[e] / sum : router[e]) + (bias ? bias[e] : 0.0f);
   return sum;
 }
 

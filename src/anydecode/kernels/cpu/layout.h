@@ -83,6 +83,7 @@ typedef struct {
   int32_t is_root; /* whether scores are roots of softplus, not sigmoids; with is_sigmoid */
   int32_t num_tokens;
   int32_t num_identity; /* experts, the last ones, that have no matrices and return their input */
+  int32_t by_logits;    /* whether experts are chosen by their logits, not by their scores */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */

@@ -494,6 +494,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         scale=number("routed_scaling_factor", value_or(config, "routed_scaling_factor", 1.0)),
         scores_per_group=1 if method == "group_limited_greedy" else 2,
         scales_inputs=moe.scales_inputs,
+        by_logits=moe.by_logits,
         jitter=_jitter(config) if scoring == "sparsemixer" else 0.0,
         block_experts=block_experts,
         num_identity=identity_experts(config, moe),

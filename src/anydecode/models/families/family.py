@@ -34,6 +34,7 @@ class MixtureOfExperts:
         has_shared_gate: Whether its output is multiplied by a sigmoid of the token.
         has_norms: Whether the experts run beside the layer's MLP, with their own norms (Gemma 4).
         scales_inputs: See `Routing.scales_inputs`.
+        by_logits: See `Routing.by_logits`.
         routes_inputs: See `LayerSpec.routes_inputs`.
         is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
             `Routing.block_experts`.
@@ -57,6 +58,7 @@ class MixtureOfExperts:
     has_shared_gate: bool = False
     has_norms: bool = False
     scales_inputs: bool = False
+    by_logits: bool = False
     routes_inputs: bool = False
     is_per_block: bool = False
     is_blocks: bool = False

@@ -393,6 +393,7 @@ FAMILIES |= {
             is_transposed=True,
             scoring="sigmoid",
             scales_inputs=True,
+            by_logits=True,
             shared_module="shared_expert",
             shared_size="moe_intermediate_size",
         ),
