@@ -52,6 +52,7 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 2.5,
 }
+MOLMO = {"head_dim": 12, "additional_vocab_size": 5, "attention_bias": True}
 #: The towers of Qwen-Omni.
 OMNI = {
     "vision_config": {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
@@ -216,6 +217,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "encoder_config": {**VISION, "num_key_value_heads": 2, "vocab_size": 10},
         },
     ),
+    "Aria": (
+        {"moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 1},
+        {**VISION, "model_type": "idefics3_vision"},
+    ),
+    "Molmo2": (MOLMO, {**VISION, "num_hidden_layers": 2, "head_dim": 8}),
     "MiniCPMV4_6": (
         {
             "model_type": "qwen3_5_text",

@@ -93,6 +93,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 #: Multimodal architectures whose language model (`text_config`) can run alone.
 _MULTIMODAL = (
+    "AriaForConditionalGeneration",
     "AudioFlamingo3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
@@ -146,6 +147,7 @@ _MULTIMODAL = (
     "MiniMaxM3SparseForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MllamaForConditionalGeneration",
+    "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",

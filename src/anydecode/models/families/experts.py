@@ -183,8 +183,10 @@ class _ExpertReader:
         self._reader, self._moe, self._num_identity = reader, moe, num_identity
         self._name, self._block = f"{block}.experts", block
         self._stacked = f"{self._name}.gate_up_proj", f"{self._name}.down_proj"
-        if reader.has(f"{block}.input_linear.weight"):
-            self._stacked = f"{block}.input_linear.weight", f"{block}.output_linear.weight"
+        names = ("input_linear", "output_linear"), ("experts.fc1", "experts.fc2")  # Granite, Aria
+        for first, second in names:
+            if reader.has(f"{block}.{first}.weight"):
+                self._stacked = f"{block}.{first}.weight", f"{block}.{second}.weight"
         self._count, self._hidden, self._inner = count, hidden, inner
         self._shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
 

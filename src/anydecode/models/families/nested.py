@@ -87,6 +87,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "muse_glimmer_text": _sizes(202048, 6656, 19968, 52, 32, 2, 131072),
     "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 2, 32768, rms_norm_eps=1e-5),
+    "aria_text": _sizes(32000, 4096, 4096, 32, 32, 32, 2048),
+    "molmo2_text": _sizes(151936, 4096, 12288, 36, 32, 8, 36864),
     "glm_ocr_text": _sizes(59392, 1024, 4096, 16, 16, 8, 131072),
     "paddleocr_vl_text": _sizes(103424, 1024, 3072, 18, 16, 2, 131072),
     "hunyuan_v1_dense": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),

@@ -26,6 +26,7 @@ from anydecode.models.loading import (
     encoder,
     gpt,
     llada,
+    molmo2,
     sdar,
 )
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -88,6 +89,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = _language_model(config, readers)
     if llada.is_llada(config):
         config, readers = llada.to_hf_layout(config, readers)
+    if molmo2.is_molmo2(config, readers):
+        readers = molmo2.to_hf_layout(readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
     if dit.is_dit(config):
