@@ -22,6 +22,7 @@ OTHER_REFERENCES = {
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
     "nanbeige": "Llama of `transformers`, 3 settings",
+    "ouro": "HyperCLOVA X of `transformers`, 2 settings",
     **dict.fromkeys(PLAIN, "a forward pass in numpy, 1 setting"),
     "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
     "blockffn": "an implementation of the paper",

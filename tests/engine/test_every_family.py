@@ -19,7 +19,7 @@ from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from baichuan_models import baichuan_checkpoint
-from nanbeige_models import nanbeige_checkpoint
+from nanbeige_models import as_ouro, nanbeige_checkpoint, ouro_base
 from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
@@ -37,6 +37,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "baichuan": baichuan_checkpoint,
     "openelm": openelm_checkpoint,
     "nanbeige": nanbeige_checkpoint,
+    "ouro": lambda seed: as_ouro(ouro_base(seed)),
     **{name: functools.partial(checkpoint, name) for name in FAMILIES},
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),

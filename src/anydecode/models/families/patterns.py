@@ -421,5 +421,19 @@ def minicpm_scales(config: Config) -> Scales:
     )
 
 
+def looped_layers(config: Config, loops: int, has_norms: bool) -> dict[str, Any]:
+    """The layers of a model that runs them `loops` times in sequence, whose weights are those of
+    `num_stored_layers`; with `has_norms` the final norm follows each run."""
+    if "num_stored_layers" in config:
+        return {}
+    stored, types = num_layers(config), list_value(config, "layer_types", str)
+    return {
+        "layer_types": types and types * loops,
+        "num_stored_layers": stored,
+        "num_hidden_layers": loops * stored,
+        "has_loop_norms": has_norms,
+    }
+
+
 def _uses_window(config: Config) -> bool:
     return bool_value(config, "use_sliding_window") and config.get("sliding_window") is not None

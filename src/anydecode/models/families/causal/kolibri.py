@@ -1,5 +1,5 @@
-"""Kolibri 1 (Aleph Alpha, 2026): experts beside a shared one, layers with windows, and norms on both
-sides of each sublayer."""
+"""Kolibri 1 (Aleph Alpha, 2026): experts beside a shared one, layers with windows, and norms on
+both sides of each sublayer."""
 
 from __future__ import annotations
 

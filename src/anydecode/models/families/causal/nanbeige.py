@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.models.families.like import family_like
-from anydecode.models.families.values import (
-    Config,
-    bool_value,
-    int_value,
-    list_value,
-    num_layers,
-)
+from anydecode.models.families.patterns import looped_layers
+from anydecode.models.families.values import Config, bool_value, int_value
 from anydecode.models.limits import MAX_LAYERS, refusal
 
 #: What its code may do beside, and no published model does.
@@ -23,20 +18,12 @@ _OTHERS = (
 
 
 def _loops(config: Config) -> dict[str, Any]:
-    """All runs of the layers, whose weights are those of `num_stored_layers`."""
-    if "num_stored_layers" in config:
-        return {}
-    for key in _OTHERS:
+    """All runs of the layers."""
+    for key in () if "num_stored_layers" in config else _OTHERS:
         if config.get(key):
             raise refusal(key, config[key], "unset: it is not supported")
-    stored, loops = num_layers(config), int_value(config, "num_loops", 1, high=MAX_LAYERS)
-    types = list_value(config, "layer_types", str)
-    return {
-        "layer_types": types and types * loops,
-        "num_stored_layers": stored,
-        "num_hidden_layers": loops * stored,
-        "has_loop_norms": not bool_value(config, "skip_loop_final_norm"),
-    }
+    loops = int_value(config, "num_loops", 1, high=MAX_LAYERS)
+    return looped_layers(config, loops, not bool_value(config, "skip_loop_final_norm"))
 
 
 FAMILIES = {"nanbeige": family_like("llama", "NanbeigeForCausalLM", derived=_loops)}

@@ -49,8 +49,6 @@ FAMILIES = {
             "sliding_window_size": ("sliding_window",),
         },
         defaults={"head_dim": 128, "sliding_window": 4096, "tie_word_embeddings": True},
-        moe=MixtureOfExperts(
-            scoring=("sigmoid", "softmax"), by_logits=True, routes_inputs=True
-        ),
+        moe=MixtureOfExperts(scoring=("sigmoid", "softmax"), by_logits=True, routes_inputs=True),
     )
 }
