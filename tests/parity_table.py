@@ -33,6 +33,7 @@ OTHER_REFERENCES = {
     "nemotron-nas": "Llama of `transformers`",
     "paddleocr_vl_text": "PaddleOCR-VL of `transformers`",
     "glm_ocr_text": "GLM-OCR of `transformers`",
+    **dict.fromkeys(("molmo2_text", "molmo2_o_text"), "Molmo 2 of `transformers`"),
     **dict.fromkeys(
         ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
         "Llama of `transformers`",
@@ -69,6 +70,8 @@ SAME_AS = {
     "bailing_moe": "granitemoeshared",
     "paddleocr_vl_text": "ernie4_5",
     "glm_ocr_text": "glm4",
+    "molmo2_text": "qwen3",
+    "molmo2_o_text": "olmo2",
     "bailing_moe_v2": "glm4_moe",
 }
 #: The model types of files that are compared with a model of another type.

@@ -1737,6 +1737,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "aria": (
+        "AriaText",
+        {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2},
+    ),
+    "aria odd": (
+        "AriaText",
+        {
+            "head_dim": 16,
+            "intermediate_size": 12,
+            "moe_num_experts": 3,
+            "moe_topk": 3,
+            "moe_num_shared_experts": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "kolibri": ("Kolibri1", KOLIBRI),
     "kolibri odd": (
         "Kolibri1",

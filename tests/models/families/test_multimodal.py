@@ -53,6 +53,7 @@ GRANITE = {
     "logits_scaling": 2.5,
 }
 MOLMO = {"head_dim": 12, "additional_vocab_size": 5, "attention_bias": True}
+MOLMO_VISION = {**VISION, "image_size": [16, 16], "head_dim": 8}
 #: The towers of Qwen-Omni.
 OMNI = {
     "vision_config": {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
@@ -191,13 +192,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         GRANITE,
         {**VISION, "model_type": "siglip_vision_model", "hidden_size": 64},
     ),
-    "GraniteDocling": ({**GRANITE, "tie_word_embeddings": True}, {**VISION, "scale_factor": 1}),
+    "GraniteDocling": ({**GRANITE, "tie_word_embeddings": True}, {**VISION, "scale_factor": 2}),
     "HunYuanVL": (
         {
             "head_dim": 12,
             "rope_parameters": {
                 "rope_type": "xdrope",
                 "rope_theta": 500.0,
+                "factor": 1.0,
                 "alpha": 50.0,
                 "xdrope_section": [2, 2, 1, 1],
             },
@@ -221,7 +223,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 1},
         {**VISION, "model_type": "idefics3_vision"},
     ),
-    "Molmo2": (MOLMO, {**VISION, "num_hidden_layers": 2, "head_dim": 8}),
+    "Molmo2": (MOLMO, MOLMO_VISION),
+    "Molmo2 of OLMo": (
+        {"head_dim": 12, "norm_after": True, "qk_norm_type": "olmo", "additional_vocab_size": 4},
+        MOLMO_VISION,
+    ),
     "MiniCPMV4_6": (
         {
             "model_type": "qwen3_5_text",
@@ -249,7 +255,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**VISION, "pos_emb_height": 4, "pos_emb_width": 4},
     ),
     "QianfanOCR": ({"model_type": "qwen3", "head_dim": 12}, {**VISION, "image_size": [16, 16]}),
-    "Ovis2": ({"model_type": "qwen2"}, {**VISION, "vocab_size": 20}),
+    "Ovis2": (
+        {"model_type": "qwen2"},
+        {**VISION, "vocab_size": 20, "num_visual_indicator_tokens": 5},
+    ),
     "VideoLlava": ({"model_type": "llama"}, {**VISION, "model_type": "clip_vision_model"}),
     "Qwen2_5OmniThinker": (_rope(2, 2, 2), OMNI),
     "Qwen3OmniMoeThinker": ({"num_experts": 6, **EXPERTS, **_rope(2, 2, 2)}, OMNI),
@@ -269,6 +278,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+#: Further keys of the outer config.
+OUTER: dict[str, dict[str, Any]] = {
+    "Granite4Vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]},
+    "Molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
+    "Ovis2": {"hidden_size": 48, "vocab_size": 131},
+}
+
 
 def saved(name: str, folder: Path) -> Any:
     """A random model, saved in `folder`."""
@@ -276,6 +292,7 @@ def saved(name: str, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
     text, tower = CASES[name]
+    prefix = name.split()[0]
     keys = {
         "image_token_id": 130,
         "video_token_id": 129,
@@ -287,13 +304,13 @@ def saved(name: str, folder: Path) -> Any:
         keys = {"audio_config": tower}
     elif "audio_config" in tower:
         keys = tower
-    config = getattr(transformers, "Exaone4_5_Config" if "Exa" in name else f"{name}Config")(
+    config = getattr(transformers, "Exaone4_5_Config" if "Exa" in name else f"{prefix}Config")(
         text_config={**BASE, **text},
         tie_word_embeddings=text.get("tie_word_embeddings", False),
-        **deepcopy(keys),
+        **deepcopy({**keys, **OUTER.get(prefix, {})}),
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:

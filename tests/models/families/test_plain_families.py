@@ -70,6 +70,21 @@ def test_wrong_twins_have_other_logits(twin: str) -> None:
     assert np.abs(found - change(FAMILIES[name].decoder(0)).forward(TEXT)).max() > 1e-2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_saturated_scores_of_smallthinker_choose_the_largest_logits(
+    backend: str, tmp_path: Path
+) -> None:
+    family, decoder = FAMILIES["smallthinker"], FAMILIES["smallthinker"].decoder(0)
+    routers = {
+        name: tensor * np.float32(100 if name.endswith("mlp.gate.weight") else 1)
+        for name, tensor in decoder.tensors.items()
+    }
+    folder = write_folder(tmp_path, family.published(dict(routers)), **config_of("smallthinker"))
+    own = built(load_checkpoint(folder), executor=choose_executor(backend, threads=1))
+    expected = replace(decoder, tensors=routers).forward(TEXT)
+    assert np.abs(logits(own, chain(TEXT)) - expected).max() < 1e-4
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_opens(name: str, tmp_path: Path) -> None:
     family, given = FAMILIES[name], checkpoint(name)

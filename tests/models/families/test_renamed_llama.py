@@ -272,6 +272,7 @@ def deepseek_ocr(folder: Path, model: Any) -> Path:
         use_mla=False,
         topk_method="greedy",
         num_key_value_heads=4,
+        rope_theta=1e4,
     )
 
 
@@ -328,7 +329,11 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
     "phi4 multimodal": (phi4_multimodal, "Phi3", {}),
     "qwen": (qwen, "Qwen2", MANY_KEYS),
     "deepseek": (deepseek, "Qwen2Moe", EXPERTS),
-    "deepseek2-ocr": (deepseek_ocr, "Qwen2Moe", {**EXPERTS, **MANY_KEYS}),
+    "deepseek2-ocr": (
+        deepseek_ocr,
+        "Qwen2Moe",
+        {**EXPERTS, **MANY_KEYS, "rope_parameters": {**ROPE, "rope_theta": 1e4}},
+    ),
     "chatglm": (
         chatglm,
         "Glm",
@@ -465,7 +470,10 @@ FILES: dict[str, tuple[dict[str, Any], bool]] = {
         True,
     ),
 }
-FILES["deepseek2-ocr"] = ({**FILES["deepseek"][0], "rope.dimension_count": 0}, False)
+FILES["deepseek2-ocr"] = (
+    {**FILES["deepseek"][0], "rope.dimension_count": 0, "rope.freq_base": 1e4},
+    False,
+)
 
 
 def as_gguf(name: str, model: Any, folder: Path, **changes: Any) -> Path:

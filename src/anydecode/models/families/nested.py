@@ -68,14 +68,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         n_routed_experts=256,
     ),
     "qwen2_5_omni_text": _sizes(152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1e6),
-    "qwen3_omni_moe_text": _sizes(
-        *(3584, 2048, 18944, 28, 28, 4, 32768),
-        rope_theta=1e6,
-        norm_topk_prob=True,
-        moe_intermediate_size=768,
-        num_experts_per_tok=8,
-        n_routed_experts=128,
-    ),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8, 2, 32768),
     "embedding_gemma2_text": _sizes(262144, 512, 2048, 24, 4, 2, 262144),
@@ -104,12 +96,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         attention_multiplier=0.015625,
     ),
     "hyperclovax": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
-    "deepseek_ocr2_text": _sizes(
-        *(102400, 4096, 11008, 32, 32, 32, 2048),
-        moe_intermediate_size=1407,
-        n_shared_experts=2,
-        n_routed_experts=64,
-    ),
     "deepseek_v3": _sizes(
         *(129280, 7168, 18432, 61, 128, 128, 4096),
         moe_intermediate_size=2048,

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.models.families.values import int_value
 from anydecode.models.loading.lazy import Reader
 
 _PREFIX = "model.transformer."
-#: The embedding of the tokens that texts have; that of images' tokens is another tensor.
-_OUTER = {"wte.embedding": "embed_tokens.weight", "ln_f.weight": "norm.weight"}
+#: The embeddings of the tokens that texts have, and those of images' tokens.
+_EMBEDDINGS = (f"{_PREFIX}wte.embedding", f"{_PREFIX}wte.new_embedding")
+_OUTER = {"ln_f.weight": "norm.weight"}
 _INNER = {
     "attn_norm": "input_layernorm",
     "ff_norm": "post_attention_layernorm",
@@ -31,9 +33,13 @@ def is_molmo2(config: dict[str, Any], readers: dict[str, Reader]) -> bool:
     return is_own and any(name.startswith(_PREFIX) for name in readers)
 
 
-def to_hf_layout(readers: dict[str, Reader]) -> dict[str, Reader]:
+def to_hf_layout(config: dict[str, Any], readers: dict[str, Reader]) -> dict[str, Reader]:
     """The tensors of the language model in the Hugging Face layout."""
     result = {name: reader for name, reader in readers.items() if name.startswith("lm_head.")}
+    embeddings = [readers[name] for name in _EMBEDDINGS if name in readers]
+    if embeddings:
+        vocab = int_value(config, "vocab_size", 151936)
+        result["model.embed_tokens.weight"] = partial(_first_rows, embeddings, vocab)
     for name, reader in readers.items():
         rest = name.removeprefix(_PREFIX)
         layer = _LAYER.fullmatch(rest)
@@ -50,6 +56,14 @@ def to_hf_layout(readers: dict[str, Reader]) -> dict[str, Reader]:
         else:
             result[f"{block}.{_INNER.get(layer[2], layer[2])}.{layer[3]}"] = reader
     return result
+
+
+def _first_rows(embeddings: list[Reader], size: int) -> np.ndarray:
+    """`transformers` 5.23 saves the two embeddings as halves of both."""
+    first = np.asarray(embeddings[0]())
+    if len(first) >= size:
+        return first
+    return np.concatenate([first, *(np.asarray(reader()) for reader in embeddings[1:])])[:size]
 
 
 def _half(reader: Reader, name: str, half: int) -> np.ndarray:

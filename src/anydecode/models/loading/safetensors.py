@@ -58,6 +58,10 @@ _PARTS = ("language_model", "thinker", "language", "llm")
 #: Name prefixes of the language model in multimodal checkpoints -> prefixes in a checkpoint of its
 #: own.
 _NESTED = {
+    # Kimi K2.5 and Qianfan-OCR as `transformers` 5.23 saves them: its renaming of the tower's
+    # layers takes in those of the language model.
+    "language_model.model.blocks.": "model.layers.",
+    "language_model.model.encoder.layers.": "model.layers.",
     **{f"{part}.{name}.": f"{name}." for part in _PARTS for name in ("model", "lm_head")},
     # InternLM 2 and Nemotron-H
     "language_model.output.": "output.",
@@ -90,7 +94,7 @@ def load_folder(path: Path) -> Checkpoint:
     if llada.is_llada(config):
         config, readers = llada.to_hf_layout(config, readers)
     if molmo2.is_molmo2(config, readers):
-        readers = molmo2.to_hf_layout(readers)
+        readers = molmo2.to_hf_layout(config, readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
     if dit.is_dit(config):

@@ -43,6 +43,7 @@ FAMILIES = {
         layer_types=all_full,
         derived=_checked,
         keys=_KEYS,
+        output_bias=False,
     ),
     "molmo2_o_text": family_like(
         "olmo2",
@@ -51,6 +52,7 @@ FAMILIES = {
         is_own=_is_post_normed,
         derived=_checked,
         keys=_KEYS,
+        output_bias=False,
         names={
             "post_attention_layernorm": "input_layernorm",
             "post_feedforward_layernorm": "post_attention_layernorm",
