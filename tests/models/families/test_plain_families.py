@@ -74,9 +74,10 @@ def test_wrong_twins_have_other_logits(twin: str) -> None:
 def test_saturated_scores_of_smallthinker_choose_the_largest_logits(
     backend: str, tmp_path: Path
 ) -> None:
+    """With a choice by scores, which round to 1, logits differ by 0.6."""
     family, decoder = FAMILIES["smallthinker"], FAMILIES["smallthinker"].decoder(0)
     routers = {
-        name: tensor * np.float32(100 if name.endswith("mlp.gate.weight") else 1)
+        name: tensor * np.float32(20 if name.endswith("mlp.gate.weight") else 1)
         for name, tensor in decoder.tensors.items()
     }
     folder = write_folder(tmp_path, family.published(dict(routers)), **config_of("smallthinker"))
