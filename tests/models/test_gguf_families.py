@@ -191,6 +191,16 @@ LLAMA_4_METADATA: dict[str, Any] = {
     "rope.dimension_count": 12,
 }
 LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0]
+HUNYUAN = {
+    "head_dim": 12,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "alpha": 50.0,
+        "factor": 1.0,
+        "rope_theta": 5000.0,
+    },
+}
 CASES = {
     "granite": Case(
         "Granite",
@@ -382,16 +392,7 @@ CASES = {
     "hunyuan": Case(
         "HunYuanDenseV1",
         "hunyuan-dense",
-        {
-            "head_dim": 12,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "alpha": 50.0,
-                "factor": 1.0,
-                "rope_theta": 5000.0,
-            },
-        },
+        HUNYUAN,
         {
             "rope.freq_base": 5000.0 * 50.0 ** (12 / 10),
             "rope.scaling.type": "none",
@@ -401,16 +402,7 @@ CASES = {
     "hunyuan vl": Case(
         "HunYuanDenseV1",
         "hunyuan_vl",
-        {
-            "head_dim": 12,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "alpha": 50.0,
-                "factor": 1.0,
-                "rope_theta": 5000.0,
-            },
-        },
+        HUNYUAN,
         {
             "rope.scaling.alpha": 50.0,
             "rope.scaling.type": "none",
