@@ -13,6 +13,7 @@ from anydecode import Generation, JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny import with_drafter
 from anydecode.constraints.constraint import Constraint
+from anydecode.memory.sequence_cache import SequenceCache
 
 LONG = "the quick brown fox jumps over the lazy dog and the cat sat on the mat with a hat. " * 3
 PROMPTS = [LONG + "one", LONG + "two", "zq", LONG + "one more", LONG[:50]]
@@ -51,6 +52,28 @@ def generate(llm: LLM, prompts: Any, decoder: str, **options: Any) -> Any:
     """Texts with their traces."""
     shared = {"max_tokens": 40, "seed": 3, "ignore_eos": True, "trace": True}
     return llm.generate(prompts, decoder=decoder, **{**shared, **options})
+
+
+def assert_turns_leave_no_position_out(
+    monkeypatch: pytest.MonkeyPatch, drafter: Any, decoder: str, lags: Sequence[int] = (1,)
+) -> None:
+    """Asserts that drafters that read the states of `lags` positions before have read all positions
+    but the first ones in every turn of a chat, whose earlier turns are in the prefix caches."""
+    skip, holes = SequenceCache.skip, list[tuple[int, int]]()
+
+    def recorded(self: SequenceCache, tokens: Sequence[int], *given: Any) -> None:
+        if len(tokens):
+            holes.append((self.length, len(tokens)))
+        skip(self, tokens, *given)
+
+    monkeypatch.setattr(SequenceCache, "skip", recorded)
+    with with_drafter(drafter, cache_positions=2048) as llm:
+        text = llm.encode(LONG + "one")
+        for turn in range(3):
+            (answer,) = generate(llm, [text], decoder)
+            assert (answer.stats.num_cached_tokens > len(LONG)) == (turn > 0)
+            text += answer.tokens + llm.encode(" and then we went on to see the rest of it.")
+    assert holes == [(0, lag) for lag in lags]
 
 
 def num_accepted(generations: Sequence[Generation]) -> int:

@@ -121,13 +121,13 @@ class SequenceCache:
         self.length += count
         return slots
 
-    def skip(self, tokens: Seq[int]) -> None:
-        """Append positions that no row attends to, as if they were evicted. The first position of
-        a sequence is left out by some models always, so that its hole does not keep the prefix
-        cache from sharing the others."""
+    def skip(self, tokens: Seq[int], num_always: int = 1) -> None:
+        """Append positions that no row attends to, as if they were evicted. The first `num_always`
+        positions of a sequence are left out by some models always, so that their hole does not keep
+        the prefix cache from sharing the others."""
         self.discard()
         count = len(tokens)
-        self.reusable = self.reusable and (not count or (self.length, count) == (0, 1))
+        self.reusable = self.reusable and (not count or (self.length, count) == (0, num_always))
         self._grow(self.length + count)
         self._table[self.length : self.length + count] = -1
         self.length += count

@@ -48,6 +48,7 @@ class DraftStates:
         layers: The target's hidden states that are read, by number of layers.
         reads_tokens: See `StateSpec`.
         stride: See `StateSpec`.
+        lag: See `StateSpec`.
         has_own: Whether the drafter's own states stand in for those of the target.
         confirmed: Leading positions of the drafter's cache that were computed from the target's
             states; None while it has no cache.
@@ -65,8 +66,8 @@ class DraftStates:
         self._drafter, self._normed = drafter, None if spec.taps else normed
         self._width = spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
-        self.stride = spec.stride
-        self._lag, self.has_own = spec.lag, spec.lag == 1 and not spec.has_mask
+        self.stride, self.lag = spec.stride, spec.lag
+        self.has_own = spec.lag == 1 and not spec.has_mask
         self._is_cross = spec.joins == "cross"
         self.layers = spec.taps or (depth,)
         self.is_paused = False
@@ -155,7 +156,7 @@ class DraftStates:
                 "this drafter reads the target's states, which are not known yet"
             )
         if count:
-            kv_cache.skip(tokens[:count])
+            kv_cache.skip(tokens[:count], max(1, self.lag))
             if self.confirmed == first:
                 self.confirmed = kv_cache.length
         return tokens[count:]
@@ -171,14 +172,14 @@ class DraftStates:
         if count:
             kv_cache.skip(tokens[:count])
             self.confirmed = kv_cache.length
-        tokens, start = tokens[count:], kv_cache.length - self._lag - self._first
+        tokens, start = tokens[count:], kv_cache.length - self.lag - self._first
         return tokens, self._target[max(0, start) :][: len(tokens)]
 
     def num_readable(self, first: int, count: int, limit: int) -> int:
         """The number of the last of `count` tokens from position `first` on, at most `limit`,
         before which the target's states are known."""
         num = 0
-        while num < min(count, limit) and self.knows(first + count - 1 - num - self._lag):
+        while num < min(count, limit) and self.knows(first + count - 1 - num - self.lag):
             num += 1
         return num
 
@@ -187,7 +188,7 @@ class DraftStates:
         `first` on, before which and before those that follow the target's states were `states`,
         float32 `[positions, taps * target_size]`."""
         self.confirmed = first + num_read
-        self._first = self.confirmed - self._lag
+        self._first = self.confirmed - self.lag
         self._target = states[num_read:].copy()
 
     @property
@@ -197,7 +198,7 @@ class DraftStates:
         return self._first + len(self._target) if self._is_cross else None
 
     def _has(self, position: int) -> bool:
-        source = position - self._lag
+        source = position - self.lag
         if self._is_cross and position >= self._first + len(self._target) > self._first:
             return True  # a row of a token alone
         if source >= 0 and (self.knows(source) or source in self._own):
@@ -207,7 +208,7 @@ class DraftStates:
     def for_chain(self, first: int, count: int) -> np.ndarray:
         """The states of the drafter's rows at the positions from `first` on, float32 `[count,
         hidden_size]`. Rows from the target's states are confirmed, and these are freed."""
-        lag = self._lag
+        lag = self.lag
         num_known = max(0, min(count, self._first + len(self._target) + lag - first))
         parts = []
         if num_known:

@@ -25,6 +25,7 @@ from drafted_texts import (
     LONG,
     assert_constrained_text_of_plain_decoding,
     assert_text_of_plain_decoding,
+    assert_turns_leave_no_position_out,
     generate,
     num_accepted,
     only_drafter,
@@ -220,3 +221,8 @@ def test_methods_that_draft_without_the_targets_states_refuse(decoder: str) -> N
     ):
         llm.generate("x", decoder=decoder, max_tokens=4)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("drafter", [eagle_checkpoint, eagle3_checkpoint], ids=["1", "3"])
+def test_turns_of_a_chat_leave_no_position_out(monkeypatch: Patch, drafter: Any) -> None:
+    assert_turns_leave_no_position_out(monkeypatch, drafter, "eagle")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode.api.resources import Resources
 from anydecode.certification.oracles.speculative import mtp as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import mtp_checkpoint
@@ -26,6 +27,7 @@ from drafted_texts import (
     assert_constrained_text_of_plain_decoding,
     assert_rule_accepts,
     assert_text_of_plain_decoding,
+    assert_turns_leave_no_position_out,
     generate,
     only_drafter,
 )
@@ -134,7 +136,9 @@ def test_the_text_is_that_of_plain_decoding(
     assert min(accepted) > 10
 
 
-@pytest.mark.parametrize("drafter", [mtp_checkpoint, QWEN], ids=["nextn", "qwen"])
+@pytest.mark.parametrize(
+    "drafter", [mtp_checkpoint, QWEN, MODULES], ids=["nextn", "qwen", "modules"]
+)
 def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Any) -> None:
     """The module has keys and values, which the prefix cache keeps."""
     with with_drafter(drafter, cache_positions=2048) as llm:
@@ -142,6 +146,21 @@ def test_cached_prefixes_leave_the_drafts_as_they_are(drafter: Any) -> None:
         assert second.stats.num_cached_tokens > len(LONG) // 2
     drafts = [[event["drafted"] for event in one.trace[1:]] for one in (first, second)]
     assert drafts[1] == drafts[0] and any(drafts[0])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "lags"), [(mtp_checkpoint, [1]), (MODULES, [1, 2, 3])], ids=["nextn", "modules"]
+)
+def test_turns_of_a_chat_leave_no_position_out(
+    monkeypatch: Patch, drafter: Any, lags: list[int]
+) -> None:
+    """Wrong twin: the target takes all of a prefix from its cache, and the first rows behind it
+    have no states."""
+    assert_turns_leave_no_position_out(monkeypatch, drafter, "mtp", lags)
+    opened = Resources.open_kv_cache
+    monkeypatch.setattr(Resources, "open_kv_cache", lambda *given: opened(*given[:4]))
+    with pytest.raises(AssertionError):
+        assert_turns_leave_no_position_out(monkeypatch, drafter, "mtp", lags)
 
 
 @pytest.mark.parametrize("decoder", ["mtp", "medusa", "eagle"])
