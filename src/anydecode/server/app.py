@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from datetime import datetime, timezone
+from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -112,7 +114,7 @@ def create_app(
         The application, wrapped in the admission middleware.
     """
     models = as_served(models, settings)
-    app = FastAPI(title="anydecode", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="anydecode", version=__version__, openapi_url=None)
     app.router.route_class = JsonRoute
     app.add_middleware(ReleaseMiddleware)
     app.state.models = models
@@ -419,18 +421,20 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Take the status 422 out of the OpenAPI schema, where FastAPI adds it: such requests are
-    answered with 400."""
-    describe = app.openapi
+    """Serve the OpenAPI schema without the status 422, which FastAPI adds: such requests are
+    answered with 400. It is made once, which takes too long for the event loop."""
 
-    def described() -> dict[str, Any]:
-        document = describe()
+    @cache
+    def described() -> bytes:
+        document = app.openapi()
         for operations in document["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        return document
+        return json.dumps(document).encode()
 
-    app.openapi = described  # type: ignore[method-assign]
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(await asyncio.to_thread(described), media_type="application/json")
 
 
 def _allowed_methods(app: FastAPI, http: Request) -> list[str]:

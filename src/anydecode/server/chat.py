@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from anydecode.api.generation import Generation
 from anydecode.constraints.tools.stream import Event
@@ -14,6 +14,7 @@ from anydecode.server import logprobs
 from anydecode.server.chat_run import ChatRun, ToolCall, start_chat
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, compact, encode_event
+from anydecode.server.large import build, json_response
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.service import Service, canvas, chunk_usage, extension
 
@@ -34,7 +35,7 @@ async def chat(service: Service, body: ChatRequest, http: HttpRequest) -> Respon
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
     async with run:
         generations = await run.wait_for_generations(http.receive)
-    return JSONResponse(answer.response(generations))
+    return await json_response(run.num_values, lambda: answer.response(generations))
 
 
 def _num_top_logprobs(body: ChatRequest) -> int | None:
@@ -102,11 +103,15 @@ class _ChatAnswer:
             if ended and num_ended < len(self.run.choices):
                 yield _chunk(opening, index, {}, None, self.chat_run.finish_reason(index))
             last = index
-        fields = extension(self.run.generations(), self.service.tokenizer, self.body)
+        fields = await build(
+            self.run.num_values,
+            lambda: extension(self.run.generations(), self.service.tokenizer, self.body),
+        )
         reason = self.chat_run.finish_reason(last)
         yield _chunk(opening, last, {}, None, reason, {"anydecode": fields})
         if stream_options is not None and stream_options.include_usage:
-            yield encode_event({**head, "choices": [], "usage": self.chat_run.usage()})
+            counts = await build(self.run.num_values, self.chat_run.usage)
+            yield encode_event({**head, "choices": [], "usage": counts})
         yield DONE
 
     def _opening(self, head: dict[str, Any]) -> bytes:

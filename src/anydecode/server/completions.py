@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from anydecode.api.generation import Generation
 from anydecode.api.request import Request
@@ -15,6 +15,7 @@ from anydecode.models.fill_in import find_sentinels
 from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, encode_event
+from anydecode.server.large import build, json_response
 from anydecode.server.options import engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest, FillInRequest
@@ -74,7 +75,7 @@ async def _complete(
         return EventStream(run, answer.chunks(), service.settings.stall_seconds)
     async with run:
         generations = await run.wait_for_generations(http.receive)
-    return JSONResponse(answer.response(generations))
+    return await json_response(run.num_values, lambda: answer.response(generations))
 
 
 async def with_suffix(
@@ -178,8 +179,12 @@ class _CompletionAnswer:
                 if ended:
                     active.discard(index)
                     if not active:
-                        generations = self.run.generations()
-                        extra |= extension(generations, self.service.tokenizer, self.body)
+                        extra |= await build(
+                            self.run.num_values,
+                            lambda: extension(
+                                self.run.generations(), self.service.tokenizer, self.body
+                            ),
+                        )
                 if text or ended or extra:
                     choice = self._choice(index, text, entries, reason)
                     fields = {"anydecode": extra} if extra else {}

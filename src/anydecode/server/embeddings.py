@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from anydecode.api.request import Request
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError
 from anydecode.server.errors import ApiError
+from anydecode.server.large import json_response
 from anydecode.server.options import adapter_of, check_prompt
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import EmbeddingRequest
@@ -45,28 +45,21 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
         task=body.task,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
-    entries = (
-        {"object": "embedding", "index": index, "embedding": _encode(vector, body)}
-        for index, vector in enumerate(vectors)
-    )
-    fields = {
-        "object": "list",
-        "model": body.model or service.settings.name,
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-        **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
-    }
-    return await list_response("data", entries, fields)
 
+    def answer() -> dict[str, Any]:
+        entries = [
+            {"object": "embedding", "index": index, "embedding": _encode(vector, body)}
+            for index, vector in enumerate(vectors)
+        ]
+        return {
+            "data": entries,
+            "object": "list",
+            "model": body.model or service.settings.name,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+            **({} if body.user is None else {"anydecode": {"ignored": ["user"]}}),
+        }
 
-async def list_response(name: str, entries: Iterable[Any], fields: dict[str, Any]) -> Response:
-    """A JSON object with `fields` and the list `name`. Its entries are written one by one, and not
-    on the event loop: while one is written, nothing else runs."""
-
-    def written() -> str:
-        listed = (json.dumps(x, allow_nan=False, separators=(",", ":")) for x in entries)
-        return f'{{"{name}":[{",".join(listed)}],{json.dumps(fields)[1:]}'
-
-    return Response(await asyncio.to_thread(written), media_type="application/json")
+    return await json_response(sum(map(len, vectors)), answer)
 
 
 async def embed_prompts(

@@ -11,6 +11,7 @@ from anydecode.api.llm import LLM
 from anydecode.api.request import Request
 from anydecode.scoring.prediction import Prediction
 from anydecode.server.errors import ApiError
+from anydecode.server.logprob_budget import max_logprobs
 
 Receive = Callable[[], Any]
 
@@ -78,6 +79,14 @@ class ServerRun:
     @property
     def done(self) -> bool:
         return all(request.done for request in self.requests)
+
+    @property
+    def num_values(self) -> int:
+        """About how many values the answer has: tokens, log-probabilities, and those of traces."""
+        sequences = [job.sequence for request in self.requests for job in request.jobs]
+        rounds = sum(len(one.trace or ()) for one in sequences)
+        num_tokens = sum(len(one.tokens) for one in sequences)
+        return num_tokens + 16 * rounds + max_logprobs(self.requests)
 
     def cancel(self) -> None:
         """Cancel the requests that still run. Their memory is freed after the current forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -10,6 +12,7 @@ from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.server.chat_run import render
 from anydecode.server.errors import ApiError
+from anydecode.server.large import json_response
 from anydecode.server.options import adapter_of
 from anydecode.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from anydecode.server.service import Service
@@ -35,17 +38,19 @@ async def tokenize(service: Service, body: TokenizeRequest, http: HttpRequest) -
         )
         text = await render(service, chat, state)
     tokens = await service.preparation.encode(state, text, special=bool(special))
-    names = None
-    if body.return_token_strs:
-        names = [service.tokenizer.token_text(token) for token in tokens]
-    return JSONResponse(
-        {
+
+    def answer() -> dict[str, Any]:
+        names = None
+        if body.return_token_strs:
+            names = [service.tokenizer.token_text(token) for token in tokens]
+        return {
             "count": len(tokens),
             "max_model_len": service.llm.max_length,
             "tokens": tokens,
             "token_strs": names,
         }
-    )
+
+    return await json_response(len(tokens), answer)
 
 
 async def detokenize(service: Service, body: DetokenizeRequest, http: HttpRequest) -> Response:
@@ -54,7 +59,10 @@ async def detokenize(service: Service, body: DetokenizeRequest, http: HttpReques
     size = service.tokenizer.vocab_size
     if body.tokens and max(body.tokens) >= size:
         raise InvalidRequestError(f"token {max(body.tokens)} is not one of the model's {size}")
-    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special=False)})
+    return await json_response(
+        len(body.tokens),
+        lambda: {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)},
+    )
 
 
 def tokenizer_info(service: Service) -> Response:

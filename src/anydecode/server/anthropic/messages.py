@@ -16,6 +16,7 @@ from anydecode.server.anthropic.protocol import CountTokensRequest, MessagesRequ
 from anydecode.server.chat_run import ChatRun, render_tokens, start_chat
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream, compact
+from anydecode.server.large import build, json_response
 from anydecode.server.options import adapter_of
 from anydecode.server.protocol import ChatRequest
 from anydecode.server.service import Service, usage
@@ -49,7 +50,7 @@ async def message(service: Service, body: MessagesRequest, http: HttpRequest) ->
         return EventStream(run, answer.events(), stall_seconds, _encode_failure)
     async with run:
         (generation,) = await run.wait_for_generations(http.receive)
-    return JSONResponse(answer.response(generation))
+    return await json_response(run.num_values, lambda: answer.response(generation))
 
 
 class _MessageAnswer:
@@ -101,8 +102,9 @@ class _MessageAnswer:
                 yield event
         for event in blocks.end():
             yield event
-        fields = self._extension(self.chat_run.run.generations()[0])
-        counts = _usage(self.chat_run.usage())
+        run = self.chat_run.run
+        fields = await build(run.num_values, lambda: self._extension(run.generations()[0]))
+        counts = _usage(await build(run.num_values, self.chat_run.usage))
         yield _event("message_delta", delta=self._end(), usage=counts, anydecode=fields)
         yield _event("message_stop")
 

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.server.embeddings import check_texts, embed_prompts, list_response
+from anydecode.server.embeddings import check_texts, embed_prompts
+from anydecode.server.large import json_response
 from anydecode.server.ollama.prompts import ignored_names, served_model
 from anydecode.server.ollama.protocol import EmbeddingsRequest, EmbedRequest
 from anydecode.server.service import Service
@@ -28,7 +29,8 @@ async def embed(service: Service, body: EmbedRequest, http: HttpRequest) -> Resp
     }
     if names := sorted(ignored_names(body, service)):
         fields["anydecode"] = {"ignored": names}
-    return await list_response("embeddings", vectors, fields)
+    count = sum(map(len, vectors))
+    return await json_response(count, lambda: {"embeddings": vectors, **fields})
 
 
 async def embed_one(service: Service, body: EmbeddingsRequest, http: HttpRequest) -> Response:

@@ -16,6 +16,7 @@ from anydecode.server import logprobs
 from anydecode.server.chat_run import Answer, ChatRun, ToolCall, start_chat
 from anydecode.server.completions import with_suffix
 from anydecode.server.events import EventStream, compact
+from anydecode.server.large import json_response
 from anydecode.server.ollama.prompts import chat_form, generate_form, is_zero
 from anydecode.server.ollama.protocol import GenerateRequest, GeneratingBody, OllamaChatRequest
 from anydecode.server.options import engine_options
@@ -173,8 +174,12 @@ class _OllamaAnswer:
             )
         async with run:
             (generation,) = await run.wait_for_generations(http.receive)
-        answer = self.chat_run.answer(0, generation)
-        return JSONResponse({**self._part(answer), **self._end(generation)})
+
+        def response() -> dict[str, Any]:
+            answer = self.chat_run.answer(0, generation)
+            return {**self._part(answer), **self._end(generation)}
+
+        return await json_response(run.num_values, response)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """The lines of the stream."""

@@ -14,6 +14,7 @@ from anydecode.server.chat_run import render_tokens, start_chat
 from anydecode.server.database import Database
 from anydecode.server.errors import ApiError
 from anydecode.server.events import EventStream
+from anydecode.server.large import json_response
 from anydecode.server.logprob_budget import max_logprobs
 from anydecode.server.models import ServedModels
 from anydecode.server.protocol import ResponsesRequest
@@ -80,7 +81,8 @@ class ResponsesApi:
             return EventStream(server_run, run.events(), self.settings.stall_seconds)
         async with server_run:
             [generation] = await server_run.wait_for_generations(http.receive)
-            return JSONResponse(await run.response(generation))
+            response = await run.response(generation)
+            return await json_response(server_run.num_values, lambda: response)
 
     async def retrieve(
         self, identity: str, http: HttpRequest, stream: bool, starting_after: int | None

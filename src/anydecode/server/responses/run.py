@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +15,7 @@ from anydecode.server.chat_run import ChatRun
 from anydecode.server.database import StoreError
 from anydecode.server.errors import api_error
 from anydecode.server.events import compact
+from anydecode.server.large import build
 from anydecode.server.logprobs import chat_entries
 from anydecode.server.logs import log
 from anydecode.server.protocol import ResponsesRequest
@@ -96,11 +98,15 @@ class ResponseRun:
 
     async def response(self, generation: Generation) -> dict[str, Any]:
         """The response of a finished generation that was not streamed; stores it."""
-        self._add_logprobs()
-        for event in self.chat_run.events(0, generation):
-            list(self._output.push(event))
-        list(self._output.end(generation.finish_reason not in _INCOMPLETE))
-        response = self._finished(generation)
+
+        def finished() -> dict[str, Any]:
+            self._add_logprobs()
+            for event in self.chat_run.events(0, generation):
+                list(self._output.push(event))
+            list(self._output.end(generation.finish_reason not in _INCOMPLETE))
+            return self._finished(generation)
+
+        response = await build(self.chat_run.run.num_values, finished)
         await self._end(response)
         return response
 
@@ -121,7 +127,8 @@ class ResponseRun:
             [generation] = self.chat_run.run.generations()
             for one in self._output.end(generation.finish_reason not in _INCOMPLETE):
                 yield self._encode(one)
-            response = self._finished(generation)
+            finish = partial(self._finished, generation)
+            response = await build(self.chat_run.run.num_values, finish)
         except Exception as error:
             failure = api_error(error)
             if failure.status >= 500:
