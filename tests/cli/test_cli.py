@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,24 @@ def test_printed_speed_can_be_recomputed(seconds: float) -> None:
     line = summary(Generation("", [0] * 128, "length", 1, stats, "auto"))
     (found,) = SPEED.findall(line)
     assert f"{float(found[0]) / float(found[1]):.1f}" == found[2]
+
+
+def test_an_address_in_use_is_an_error_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*given: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("anydecode.api.llm.LLM", load)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert invoke("serve", "tiny-autoregressive", "--port", port) == main.USAGE_ERROR
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"anydecode: cannot listen on 127.0.0.1:{port}: ")
+    assert captured.err.count("\n") == 1
+    arguments = ["serve", "tiny-autoregressive", "--host", "nowhere.invalid", "--no-auth"]
+    assert invoke(*arguments) == main.USAGE_ERROR
+    assert "cannot listen on nowhere.invalid:8000: " in capsys.readouterr().err
 
 
 def test_prompt_is_read_from_stdin(

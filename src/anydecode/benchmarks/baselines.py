@@ -321,6 +321,8 @@ def print_report(report: dict[str, Any]) -> None:
     _print_rows(console, report)
     for engine, reason in report["missing"].items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
+    if any("ModuleNotFoundError" in reason for reason in report["missing"].values()):
+        console.print("to install other engines: pip install 'anydecode[baselines]'", markup=False)
 
 
 def _print_rows(console: Any, report: dict[str, Any]) -> None:

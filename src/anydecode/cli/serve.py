@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,23 @@ def named_model(entry: str) -> tuple[str, str]:
     if name and equals and model and not Path(entry).exists():
         return name, model
     return served_name(entry), entry
+
+
+def check_address(host: str, port: int) -> None:
+    """Check, before a model is loaded, that the server can listen on an address; 0 is a free port.
+
+    Raises:
+        InvalidRequestError: It cannot, such as where another program does.
+    """
+    try:
+        socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose with --host and"
+            " --port"
+        ) from None
 
 
 def serve(
@@ -343,6 +361,7 @@ def serve(
     from anydecode.server.settings import Settings, api_keys
 
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
+    check_address(host, port)
     entries = [
         named_model(entry)
         for entry in models or [os.environ.get("ANYDECODE_MODEL") or options.DEFAULT_MODEL]
