@@ -97,17 +97,24 @@ INLINE void add_blocks(int format, int rows, const uint8_t *p, const uint8_t *gr
     total[r] = add_block(format, half, total[r], sum[r], a[r] + b, scale, min);
 }
 
-/* Whether a product of so many rows prefetches the next group of columns. One row, and two short ones,
- * read weights so fast that the processor's own prefetcher, which follows the misses of a sequential
- * read, is faster. Products with signed bytes take longer without VNNI. */
+enum { PREFETCHED_BLOCKS = 32 }; /* how many blocks before their use weights are prefetched */
+
+/* Whether a product of so many rows prefetches weights. One row, and two of a fast format, read weights
+ * so fast that the processor's own prefetcher, which follows the misses of a sequential read, is
+ * faster. */
 INLINE int prefetches(int format, int rows, int blocks) {
-  int is_slow = blocks > 64 || (PARTIAL_BITS == 16 && has_bytes(format));
+  int is_slow = blocks > 64 || has_halves(format) || PARTIAL_BITS == 16;
   return rows > 2 || (rows == 2 && is_slow);
 }
 
-/* `next`: weights to prefetch meanwhile, or NULL. */
+INLINE void prefetch_weights(const uint8_t *p, int bytes) {
+#pragma GCC unroll 9
+  for (int o = 0; o < bytes; o += 64) __builtin_prefetch(p + o, 0, 2);
+}
+
+/* `ahead`: how many bytes after those that are read weights are prefetched; 0: none are. */
 INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *grid, int blocks,
-                       const Activations *const *rows_of, const uint8_t *next, f8x2 *total) {
+                       const Activations *const *rows_of, int64_t ahead, f8x2 *total) {
   const Activations *a[TILE_ROWS];
   f8x2 super = f8x2_set(0.0f), super_min = super;
   for (int r = 0; r < rows; r++) a[r] = rows_of[r];
@@ -117,16 +124,13 @@ INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *gr
       super = f8x2_load_f16((const uint16_t *)p);
       if (has_grid(format)) super = f8x2_mul(super, f8x2_set(grid_unit(format)));
       if (has_min(format)) super_min = f8x2_load_f16((const uint16_t *)p + GROUP);
+      if (ahead) prefetch_weights(p + ahead, header_bytes(format));
       p += header_bytes(format);
     }
     add_blocks(format, rows, p, grid, a, b, 0, super, super_min, total);
     if (has_halves(format)) add_blocks(format, rows, p, grid, a, b, 1, super, super_min, total);
+    if (ahead) prefetch_weights(p + ahead, block_bytes(format));
     p += block_bytes(format);
-    if (rows > 1 && next) {
-#pragma GCC unroll 9
-      for (int o = 0; o < block_bytes(format); o += 64) __builtin_prefetch(next + o, 0, 2);
-      next += block_bytes(format);
-    }
   }
 }
 
@@ -172,8 +176,9 @@ INLINE void write_group(const Matrix *w, int group, f8x2 total, const float *bia
     write_columns(w, GROUP * group + LANES * i, f8x2_part(total, i), bias, out);
 }
 
-/* How many rows the next tile has. */
+/* How many rows the next tile has. A last tile of one row would take nearly the time of two. */
 INLINE int tile_rows(int left) {
+  if (TILE_ROWS == 8 && (left == 5 || left == 9)) return 5;
   if (left >= TILE_ROWS) return TILE_ROWS;
   return left >= 4 ? 4 : left;
 }
@@ -181,23 +186,27 @@ INLINE int tile_rows(int left) {
 INLINE void quant_columns(int format, const Matrix *w, const Activations *x, int64_t x_stride,
                           int n, const float *bias, float *out, int64_t stride, int first,
                           int last) {
-  int blocks = w->in_features / QUANT_BLOCK, groups = column_groups(w);
+  int blocks = w->in_features / QUANT_BLOCK;
+  int64_t bytes = column_groups(w) * w->group_bytes, distance = PREFETCHED_BLOCKS * block_bytes(format);
   for (int g = first; g < last; g++) {
     const uint8_t *p = w->data + g * w->group_bytes;
     for (int r = 0, rows; r < n; r += rows) {
       const Activations *a[TILE_ROWS];
       f8x2 total[TILE_ROWS];
       rows = tile_rows(n - r);
-      int has_next = r == 0 && g + 1 < groups && prefetches(format, rows, blocks);
-      const uint8_t *next = has_next ? p + w->group_bytes : NULL;
+      int is_first = r == 0 && g * w->group_bytes + distance < bytes;
+      int64_t ahead = is_first && prefetches(format, rows, blocks) ? distance : 0;
       for (int i = 0; i < rows; i++) a[i] = x + (r + i) * x_stride;
       switch (rows) {
-        case 1: quant_tile(format, 1, p, w->grid, blocks, a, next, total); break;
-        case 2: quant_tile(format, 2, p, w->grid, blocks, a, next, total); break;
-        case 3: quant_tile(format, 3, p, w->grid, blocks, a, next, total); break;
-        case 4: quant_tile(format, 4, p, w->grid, blocks, a, next, total); break;
-        default: /* used only where TILE_ROWS is larger */
-          if (TILE_ROWS > 4) quant_tile(format, TILE_ROWS, p, w->grid, blocks, a, next, total);
+        case 1: quant_tile(format, 1, p, w->grid, blocks, a, ahead, total); break;
+        case 2: quant_tile(format, 2, p, w->grid, blocks, a, ahead, total); break;
+        case 3: quant_tile(format, 3, p, w->grid, blocks, a, ahead, total); break;
+        case 4: quant_tile(format, 4, p, w->grid, blocks, a, ahead, total); break;
+        case 5: /* this and 8 only where TILE_ROWS is 8 */
+          if (TILE_ROWS == 8) quant_tile(format, 5, p, w->grid, blocks, a, ahead, total);
+          break;
+        default:
+          if (TILE_ROWS == 8) quant_tile(format, TILE_ROWS, p, w->grid, blocks, a, ahead, total);
       }
       for (int i = 0; i < rows; i++) write_group(w, g, total[i], bias, out + (r + i) * stride);
     }
