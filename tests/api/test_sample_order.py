@@ -60,6 +60,13 @@ def test_a_search_that_finds_fewer_texts_gives_those() -> None:
         assert llm.generate("a", decoder="beam", constraint=Regex("yes|no")).text == answer.text
 
 
+@pytest.mark.parametrize("decoder", ["beam", "best-of-n", "autoregressive"])
+def test_samples_without_tokens_end(decoder: str) -> None:
+    with toy_llm() as llm:
+        answer = llm.generate("a", n=3, decoder=decoder, max_tokens=0, temperature=1.0)
+    assert [(one.text, one.finish_reason) for one in answer.samples] == [("", "length")] * 3
+
+
 def test_log_probabilities_of_a_search_are_those_of_its_text() -> None:
     for decoder in ("beam", "awrs"):
         options: dict[str, Any] = {"decoder": decoder, "temperature": 0.8, "seed": 2}

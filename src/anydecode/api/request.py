@@ -131,7 +131,7 @@ class Request:
         self._num_first_tokens = [1] * len(samples)
         self._end_times: list[float | None] = [None] * len(samples)
         self._on_progress: Callable[[], Any] | None = None
-        self._order = SampleOrder.of(decoder.requirements, params, len(samples))
+        self._order = SampleOrder.of(decoder.requirements, params, len(samples), self.limit)
         tokenizer = resources.tokenizer
         self._stop_rules = OutputProcessor(
             tokenizer,

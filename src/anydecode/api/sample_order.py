@@ -26,8 +26,11 @@ class SampleOrder(Enum):
     COPIES = auto()
 
     @staticmethod
-    def of(needs: Requirements, params: SamplingParams, count: int) -> SampleOrder:
-        """The order of `count` samples of a decoder with these requirements."""
+    def of(needs: Requirements, params: SamplingParams, count: int, limit: int) -> SampleOrder:
+        """The order of `count` samples of at most `limit` tokens, of a decoder with these
+        requirements."""
+        if limit == 0:  # nothing is searched
+            return SampleOrder.COPIES
         if needs.max_texts is not None and count > 1:
             return SampleOrder.RANKED
         if params.temperature == 0:
