@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from datetime import datetime, timezone
-from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
@@ -29,6 +27,7 @@ from anydecode.server.completions import complete, fill_in
 from anydecode.server.embeddings import embed
 from anydecode.server.errors import ApiError, api_error, stopped_message
 from anydecode.server.field_errors import invalid_body
+from anydecode.server.large import MAX_VALUES, json_response
 from anydecode.server.logs import log
 from anydecode.server.models import ReleaseMiddleware, ServedModels, as_served
 from anydecode.server.ollama.routes import add_ollama_api
@@ -421,20 +420,22 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Serve the OpenAPI schema without the status 422, which FastAPI adds: such requests are
-    answered with 400. It is made once, which takes too long for the event loop."""
+    """Take the status 422 out of the OpenAPI schema, where FastAPI adds it: such requests are
+    answered with 400. The schema is made when it is first asked for, beside the event loop."""
+    describe = app.openapi
 
-    @cache
-    def described() -> bytes:
-        document = app.openapi()
+    def described() -> dict[str, Any]:
+        document = describe()
         for operations in document["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        return json.dumps(document).encode()
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
-        return Response(await asyncio.to_thread(described), media_type="application/json")
+        return await json_response(MAX_VALUES + 1, app.openapi)
 
 
 def _allowed_methods(app: FastAPI, http: Request) -> list[str]:
