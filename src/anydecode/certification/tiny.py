@@ -53,7 +53,12 @@ def tiny_model(
     )
 
 
-def tiny_network(
+def tiny_network(**options: Any) -> Network:
+    """`tiny_checkpoint` as a network."""
+    return load_network(tiny_checkpoint(**options))
+
+
+def tiny_checkpoint(
     *,
     layers: int = 2,
     hidden: int = 64,
@@ -63,7 +68,7 @@ def tiny_network(
     seed: int = 0,
     residual: float = 1.0,
     vocabulary: int = BYTE_VOCABULARY,
-) -> Network:
+) -> Checkpoint:
     """A random Llama, over bytes by default. Its query weights are large, so that attention
     concentrates on few positions. `residual` is a factor of what layers add to hidden states: with
     a small one, the next token depends mostly on the last."""
@@ -106,7 +111,7 @@ def tiny_network(
         "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
-    return load_network(Checkpoint("tiny", Path("tiny"), config, tensors))
+    return Checkpoint("tiny", Path("tiny"), config, tensors)
 
 
 def eagle_checkpoint(target: Network, *, seed: int = 0, layers: int = 1) -> Checkpoint:

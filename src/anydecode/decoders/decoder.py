@@ -57,6 +57,8 @@ class Requirements:
         max_texts: The most texts that the method finds for one prompt, if it does not sample them
             one by one: all come from one search, which leaves them in `sequence.state[RANKED]`. A
             method that always generates the same text has 1. None: any number.
+        forks_text: Whether the method continues the text in several ways and reads the text of
+            each, so that no decoder around it can check the text and go back.
         samples_in_turn: Whether the samples of a request run one after another, because each
             learns from those before it.
     """
@@ -87,6 +89,7 @@ class Requirements:
     takes_prediction: bool = False
     generates: bool = True
     max_texts: int | None = None
+    forks_text: bool = False
     samples_in_turn: bool = False
 
 

@@ -721,7 +721,8 @@ class Engine:
         If the schedule selects the owner of `request` itself, it waits instead. So the job that the
         schedule would preempt last keeps its memory until it ends, and jobs cannot preempt each
         other for ever. A job that fills the memory alone starts again, as its caches may share more
-        then, and ends if it fills the memory again without a new token.
+        then. If it fills the memory again without a new token, it starts again without drafts, and
+        then it ends.
         """
         owner = self._owners[request]
         planned = planned | {
@@ -749,6 +750,9 @@ class Engine:
         state = len(owner.sequence.tokens), len(self.running) == 1
         if state > owner.restarted:
             owner.restarted = state
+            self.preempt(owner)
+        elif owner.sequence.drafts_fit:
+            owner.sequence.drafts_fit = False
             self.preempt(owner)
         else:
             num_branches = len(owner.sequence.kv_caches(runner.name)) - 1

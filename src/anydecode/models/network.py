@@ -749,6 +749,7 @@ class Network:
         if isinstance(variant, StoredInputs):
             return self.storing_layer, None
         if isinstance(variant, PropagatedStates):
+            self._check_plain_layers()
             return self.propagating_layer, None
         if isinstance(variant, ParallelLayers):
             return self.parallel_layers(variant.size), None
@@ -794,7 +795,6 @@ class Network:
         """Store what layer `index` makes of x, its norm included, and return x: rows that have left
         the model at an earlier layer stay visible in the later ones."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
-        self._check_plain_layer(spec)
         y = x
         if spec.has_attention_norm and spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
@@ -808,16 +808,15 @@ class Network:
 
     def skipping_layers(self, skipped: SkippedParts) -> Callable[[Backend, Any, int], Any]:
         """A replacement for `layer` without some of its sublayers."""
+        self._check_plain_layers()
+        skips = [self.spec.layers[index] for index in skipped.mixers | skipped.mlps]
+        if any(spec.norms == "sum" or spec.is_parallel for spec in skips):
+            raise UnsupportedCombinationError(
+                "layers whose sublayers run side by side or norm their sums are not skipped in part"
+            )
 
         def layer(backend: Backend, x: Any, index: int) -> Any:
-            spec = self.spec.layers[index]
-            self._check_plain_layer(spec)
             skips_mixer, skips_mlp = index in skipped.mixers, index in skipped.mlps
-            if (skips_mixer or skips_mlp) and (spec.norms == "sum" or spec.is_parallel):
-                raise UnsupportedCombinationError(
-                    "layers whose sublayers run side by side or norm their sums are not skipped in"
-                    " part"
-                )
             x = inputs = self._inputs(backend, x, index)
             if not skips_mixer:
                 mixed = self._mixer_block(backend, x, index)
@@ -828,18 +827,16 @@ class Network:
 
         return layer
 
-    def _check_plain_layer(self, spec: LayerSpec) -> None:
-        """Raise UnsupportedCombinationError for layers whose parts cannot be left out."""
-        recurrence = spec.recurrence
-        is_plain = (
-            not self.has_wide_states
-            and spec.latent is None
+    def _check_plain_layers(self) -> None:
+        """Raise UnsupportedCombinationError if parts of the layers cannot be left out."""
+        is_plain = all(
+            spec.latent is None
             and spec.sum_factors is None
-            and not any(layer.ends_loop for layer in self.spec.layers)
-            and not self.spec.per_layer_size
-            and (recurrence is None or recurrence.shape.rule != "wkv")
+            and not spec.ends_loop
+            and (spec.recurrence is None or spec.recurrence.shape.rule != "wkv")
+            for spec in self.spec.layers
         )
-        if not is_plain:
+        if self.has_wide_states or self.spec.per_layer_size or not is_plain:
             raise UnsupportedCombinationError(
                 "layers of models with latent attention, several streams of hidden states,"
                 " embeddings per layer, sums of normed inputs, token shifts or layers that run"

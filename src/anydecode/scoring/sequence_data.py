@@ -97,6 +97,8 @@ class SequenceData:
         draft_states: What drafters read of the target's states, by model runner.
         optional_runners: The model runners, besides those that the decoder needs, that it can use.
         draft_runners: The model runners of all draft models, if the decoder uses every one.
+        drafts_fit: Whether the memory holds the sequence with its drafts. The engine sets it to
+            False when a sequence that runs alone has filled the memory, and starts it again.
         parent: The sequence that this is a branch of, or None.
         id: A number unique in the process.
     """
@@ -131,6 +133,7 @@ class SequenceData:
     draft_states: dict[str, DraftStates] = field(default_factory=dict)
     optional_runners: tuple[str, ...] = ()
     draft_runners: tuple[str, ...] = ()
+    drafts_fit: bool = True
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
 
@@ -351,8 +354,11 @@ class SequenceData:
             states.align(kv_cache)
 
     def can_draft(self) -> bool:
-        """Whether the target's states are known that the drafters read, if they read some."""
-        return all(states.can_draft(self.length) for states in self.draft_states.values())
+        """Whether there is memory for drafts, and the target's states are known that the drafters
+        read, if they read some."""
+        return self.root.drafts_fit and all(
+            states.can_draft(self.length) for states in self.draft_states.values()
+        )
 
     def is_open(self, runner: str) -> bool:
         return runner in self._kv_caches

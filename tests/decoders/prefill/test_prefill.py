@@ -84,9 +84,9 @@ def test_models_that_read_positions_of_keys_raise_an_error(
 ) -> None:
     model = tiny_model(layers=4)
     with LLM(model, tokenizer=ByteTokenizer(), cache_positions=200) as llm:
-        kv_cache = prefilled.SequenceCache(llm.engine.runners["target"].pool)
-        prefilled.check_compressible(kv_cache)
+        pool = llm.engine.runners["target"].pool
+        prefilled.check_compressible(pool)
         shape = model.spec.layers[0].attention
         object.__setattr__(shape, name, value)
         with pytest.raises(UnsupportedCombinationError, match=message):
-            prefilled.check_compressible(kv_cache)
+            prefilled.check_compressible(pool)

@@ -19,7 +19,7 @@ from typing import Any, cast
 from anydecode.constraints.tools.stream import overlap
 from anydecode.decoders.constrained.unbiased_tokenization import PromptBoundaryDecoder
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.branches import TextStopChecker, restarted_branch
+from anydecode.decoders.framework.branches import TextStopChecker, check_one_text, restarted_branch
 from anydecode.errors import ConstraintError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.bias import FirstTokenBan
@@ -212,6 +212,7 @@ class BannedStrings(Decoder):
                 f"{self.inner.card.key} changes the prompt's tokens: it does not support"
                 " banned_strings"
             )
+        check_one_text(self.inner, "banned_strings are")
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:

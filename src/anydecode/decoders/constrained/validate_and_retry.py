@@ -17,7 +17,7 @@ from typing import Any
 from anydecode.constraints.constraint import Constraint, IncrementalValidator
 from anydecode.constraints.json.shortest_completion import max_work, search_completion
 from anydecode.decoders.decoder import Decoder
-from anydecode.decoders.framework.branches import restarted_branch
+from anydecode.decoders.framework.branches import check_one_text, restarted_branch
 from anydecode.errors import ConstraintError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.sampler import Sampler, constraint_of
@@ -149,6 +149,7 @@ class ValidateAndRetry(Decoder):
         self.requirements = inner.requirements
 
     def prepare(self, sequence: Sequence) -> None:
+        check_one_text(self.inner, "this constraint is")
         self.inner.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:

@@ -250,11 +250,13 @@ class Del(SelfSpeculative):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        if not self.exits(sequence.num_layers):
+        exits = self.exits(sequence.num_layers)
+        if not exits:
             raise InvalidRequestError(
                 f"interval={self.interval} leaves no exit before the last of"
                 f" {sequence.num_layers} layers"
             )
+        self.check_exit(sequence, exits[-1])
 
     def open(self, sequence: Sequence) -> DepthSession:
         return _Session(sequence, self)

@@ -214,8 +214,9 @@ class DuoLlm(Decoder):
             full = losses(scores.logits[-1:], labels)[0]
             found = []
             sequence.truncate(sequence.length - 1)  # the last token runs again, in all patterns
-            for start in range(0, 2**count, CHUNK):
-                patterns = range(start, min(start + CHUNK, 2**count))
+            size = min(CHUNK, sequence.pool().num_slots - sequence.length + 1)  # as many have room
+            for start in range(0, 2**count, size):
+                patterns = range(start, min(start + size, 2**count))
                 guides = [PatternGuide(pattern=pattern) for pattern in patterns]
                 logits = yield from _run_again(sequence, route, guides)
                 found.append(losses(logits, labels))

@@ -115,3 +115,7 @@ class ExitDrafting(SelfSpeculative):
     """A decoder that drafts with a trained early exit of the target."""
 
     requirements = Requirements(runners=(DRAFT,), drafts_exit=True)
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        self.check_exit(sequence, sequence.model(DRAFT).spec.num_layers - 1)

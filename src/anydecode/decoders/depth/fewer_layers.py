@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.variants import check_variant
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts, Variant
 from anydecode.kernels.routes import Guide, Route
@@ -38,6 +39,8 @@ class FewerLayers(Decoder):
                 f"{self.card.key} does not work with guidance by a second prompt or with samplers"
                 " that read inner layers (DoLa)"
             )
+        all_layers = frozenset(range(sequence.num_layers))
+        check_variant(sequence.model(), SkippedParts(mlps=all_layers))
 
     def decode(self, sequence: Sequence) -> Decoding:
         num_prompt, kv_cache = len(sequence.prompt), sequence.kv_cache()

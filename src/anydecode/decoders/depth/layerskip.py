@@ -89,9 +89,11 @@ class LayerSkip(SelfSpeculative):
 
     def prepare(self, sequence: Sequence) -> None:
         super().prepare(sequence)
-        if self.layers is not None:
-            self.check_exit(sequence, self.layers)
+        self.check_exit(sequence, self._exit(sequence))
 
     def open(self, sequence: Sequence) -> DepthSession:
-        exit_layer = self.layers or max(1, sequence.num_layers // 3)
-        return _Session(sequence, exit_layer, self.size)
+        return _Session(sequence, self._exit(sequence), self.size)
+
+    def _exit(self, sequence: Sequence) -> int:
+        """How many layers the draft runs."""
+        return self.layers or max(1, sequence.num_layers // 3)

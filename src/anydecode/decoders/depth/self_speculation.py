@@ -19,7 +19,8 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import draft_share, verify_tree
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.per_layer import late_start_error
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, ScoreRequest, Scores
@@ -102,18 +103,31 @@ class SelfSpeculative(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.num_layers < 2:
             raise InvalidRequestError(f"{self.card.key} needs a model of at least two layers")
+        model = sequence.model()
+        if model.spec.starts_at_first_layer:
+            raise late_start_error(model.name)
         if sequence.companion_prompts:
             raise InvalidRequestError(
                 f"{self.card.key} does not work with guidance, which needs a second prompt"
             )
 
     def check_exit(self, sequence: Sequence, layers: int) -> None:
-        """Raise InvalidRequestError if no layer is left behind the first `layers` ones."""
+        """Check that drafts may leave the model behind the first `layers` layers.
+
+        Raises:
+            InvalidRequestError: No layer is left.
+            UnsupportedCombinationError: The sampler reads one of these layers.
+        """
         num_layers = sequence.num_layers
         if not 1 <= layers < num_layers:
             raise InvalidRequestError(
                 f"layers={layers} leaves none to verify with: the model has {num_layers}, so"
                 f" layers must be from 1 to {num_layers - 1}"
+            )
+        if any(layer < layers for layer in sequence.sampler.capture_layers):
+            raise UnsupportedCombinationError(
+                f"{self.card.key} leaves the model behind {layers} layers, and the sampler reads"
+                " earlier ones (DoLa) of tokens that it verifies"
             )
 
     def decode(self, sequence: Sequence) -> Decoding:

@@ -176,6 +176,7 @@ class SpecBound(SelfSpeculative):
                 f"specbound has the exits {exits} of {num_layers} layers; choose first and depth so"
                 f" that there is one from 1 to {num_layers - 1}"
             )
+        self.check_exit(sequence, exits[-1])
         if self.heads is not None:
             self._check_heads(self.heads, sequence.model(), exits)
 

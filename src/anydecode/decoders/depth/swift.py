@@ -20,7 +20,9 @@ from anydecode.decoders.framework.rejection import (
     acceptance_rule,
 )
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.variants import check_variant
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.interface import SkippedParts
 from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
 from anydecode.scoring.tree import ROOT, TokenTree
@@ -54,6 +56,7 @@ class LayerSkippingDrafter(Drafter):
                 f"swift with ratio={self.ratio} leaves out no sublayer of a model of {num_layers}"
                 " layers, whose first and last layer are kept; choose a larger ratio or model"
             )
+        check_variant(sequence.model(), SkippedParts(mlps=frozenset(range(1, num_layers - 1))))
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)

@@ -32,8 +32,8 @@ class BlockPolicy(ABC):
     def check_length(self, length: int) -> None:  # noqa: B027  most policies fit any canvas
         """Raise `InvalidRequestError` if the blocks do not fit on a canvas of `length` masks."""
 
-    def check_model(self, canvas: Canvas) -> None:  # noqa: B027  most policies fit any model
-        """Raise `InvalidRequestError` if the model has blocks of another size."""
+    def check_model(self, block_size: int | None) -> None:  # noqa: B027  most fit any model
+        """Raise `InvalidRequestError` if the model has blocks of another size, `block_size`."""
 
 
 class WholeCanvas(BlockPolicy):
@@ -81,11 +81,10 @@ class FixedBlocks(BlockPolicy):
                 f"a block of {self.size} does not fit on a canvas of {length} (max_tokens)"
             )
 
-    def check_model(self, canvas: Canvas) -> None:
-        if canvas.block_size and self.size and self.size != canvas.block_size:
+    def check_model(self, block_size: int | None) -> None:
+        if block_size and self.size and self.size != block_size:
             raise InvalidRequestError(
-                f"this model's blocks have {canvas.block_size} positions;"
-                f" block={self.size} does not fit"
+                f"this model's blocks have {block_size} positions; block={self.size} does not fit"
             )
 
 
@@ -96,7 +95,7 @@ class LargestBlocks(FixedBlocks):
     def check_length(self, length: int) -> None:
         pass
 
-    def check_model(self, canvas: Canvas) -> None:
+    def check_model(self, block_size: int | None) -> None:
         pass
 
 

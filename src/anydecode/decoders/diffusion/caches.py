@@ -15,6 +15,7 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, causal_span
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import CANVAS
+from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import ModelSpec
 from anydecode.scoring.score import ScoreRequest, Scores
@@ -44,6 +45,10 @@ class CachePolicy(ABC):
     def block_size(self, spec: ModelSpec) -> int | None:
         """The size of the blocks in which rows see each other; by default the model's own."""
         return spec.block_size
+
+    def check(self, pool: KVPool) -> None:  # noqa: B027  most policies fit any memory
+        """Raise `UnsupportedCombinationError` if the policy cannot work with the cache of `pool` or
+        its model."""
 
     def begin(self, canvas: Canvas, kv_cache: SequenceCache) -> None:
         """Prepare the cache when the decoder starts or restarts; by default, clear it."""

@@ -28,6 +28,7 @@ from anydecode.decoders.diffusion.unmasking import TopKUnmasking, UnmaskPolicy
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span, score_canvas
 from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import AtTime
+from anydecode.memory.pool import KVPool
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
@@ -127,9 +128,37 @@ class Denoiser(Decoder):
                     f" max_tokens={remaining} must be at least that"
                 )
             sequence.state[TEMPLATE] = template
+            if first < sequence.model().spec.logit_shift:
+                raise InvalidRequestError(
+                    "this model cannot predict the first position of a text;"
+                    " put a token before the mask"
+                )
             sequence.prompt = sequence.prompt[:first]
             remaining = len(template)
         self.blocks.check_length(min(remaining, self.length or remaining))
+        self._check_model(sequence.pool())
+
+    def _check_model(self, pool: KVPool) -> None:
+        """Raise `InvalidRequestError` if the model or its memory does not fit the parameters."""
+        spec = pool.model.spec
+        if spec.has_canvas and (self.needs_mask or not self.cache.is_exact_blocks):
+            raise UnsupportedCombinationError(
+                "this model denoises random tokens behind finished blocks: use"
+                " decoder=diffusion-gemma:cache=block or duo:cache=block"
+            )
+        if spec.time is not None and not spec.has_canvas and not isinstance(self.cache, NoCache):
+            raise UnsupportedCombinationError(
+                "the layers of this model depend on the time of the diffusion, so that every pass"
+                " computes all rows: use cache=none"
+            )
+        block_size = self.cache.block_size(spec)
+        self.blocks.check_model(block_size)
+        if block_size and self.stop.needs_all_masks:
+            raise UnsupportedCombinationError(
+                "this decoder's stop rule needs predictions of all masks, but this model predicts"
+                " one block at a time; use a diffusion model without blocks"
+            )
+        self.cache.check(pool)
 
     def mask_token(self, sequence: Sequence) -> int | None:
         """The mask token; None if none is known."""
@@ -389,26 +418,6 @@ class Denoiser(Decoder):
                 has_prompt_block=spec.has_prompt_block,
                 max_length=min(pool.num_slots, spec.max_positions),
             )
-            if spec.has_canvas and (self.needs_mask or not self.cache.is_exact_blocks):
-                raise UnsupportedCombinationError(
-                    "this model denoises random tokens behind finished blocks: use"
-                    " decoder=diffusion-gemma:cache=block or duo:cache=block"
-                )
-            if (
-                spec.time is not None
-                and not spec.has_canvas
-                and not isinstance(self.cache, NoCache)
-            ):
-                raise UnsupportedCombinationError(
-                    "the layers of this model depend on the time of the diffusion, so that every"
-                    " pass computes all rows: use cache=none"
-                )
-            self.blocks.check_model(canvas)
-            if canvas.block_size and self.stop.needs_all_masks:
-                raise UnsupportedCombinationError(
-                    "this decoder's stop rule needs predictions of all masks, but this model"
-                    " predicts one block at a time; use a diffusion model without blocks"
-                )
             canvas.policy_state["start"] = len(sequence.prompt)
             self.begin(sequence, canvas)
             sequence.state[_CANVAS] = canvas
@@ -427,11 +436,6 @@ class Denoiser(Decoder):
             if token != canvas.mask:
                 canvas.fix(position, token)
         canvas.is_fixed_length = True
-        if canvas.logit_shift and canvas.frontier < canvas.logit_shift:
-            raise InvalidRequestError(
-                "this model cannot predict the first position of a text;"
-                " put a token before the mask"
-            )
 
     def _num_new_masks(self, sequence: Sequence, canvas: Canvas) -> int:
         """How many masks to append: whole blocks, if the model has blocks."""

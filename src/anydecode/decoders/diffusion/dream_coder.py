@@ -40,6 +40,14 @@ class VariableInfilling(Denoiser):
 
     expand: int | None = None
 
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        size = sequence.model().spec.vocab_size
+        if self.expand is not None and self.expand >= size:
+            raise InvalidRequestError(
+                f"expand={self.expand} must be below the vocabulary size {size}"
+            )
+
     def expand_token(self, sequence: Sequence) -> int | None:
         """The given one, else the model's."""
         if self.expand is not None:
@@ -63,13 +71,8 @@ class VariableInfilling(Denoiser):
         predictions = super().predictions(sequence, canvas, scores, rows)
         expand = self.expand_token(sequence)
         if expand is not None:
-            logits = predictions.scores.logits
-            if expand >= logits.shape[1]:
-                raise InvalidRequestError(
-                    f"expand={expand} must be below the vocabulary size {logits.shape[1]}"
-                )
             if canvas.policy_state["expansions"] <= 0:
-                logits[:, expand] = -np.inf
+                predictions.scores.logits[:, expand] = -np.inf
         return predictions
 
     def finish_step(

@@ -15,6 +15,7 @@ from anydecode.decoders.diffusion.canvas import Canvas
 from anydecode.decoders.framework.attention_probe import attention_probe, check_float
 from anydecode.decoders.framework.canvas_spans import CanvasSpan, canvas_span
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.score import ScoreRequest, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
@@ -49,20 +50,18 @@ class ElasticCachePolicy(CachePolicy):
             raise InvalidRequestError(f"drift must be 0 or more, not {drift}")
         self.drift = drift
 
-    def begin(self, canvas: Canvas, kv_cache: SequenceCache) -> None:
-        model = kv_cache.pool.model
-        check_float(kv_cache.pool)
-        if not isinstance(kv_cache.pool.cache.keys[0], np.ndarray):
+    def check(self, pool: KVPool) -> None:
+        check_float(pool)
+        if not isinstance(pool.cache.keys[0], np.ndarray):
             raise UnsupportedCombinationError(
                 "an elastic cache needs a key-value cache in CPU memory, as it reads attention"
                 " weights"
             )
-        if any(layer.attention and layer.attention.window for layer in model.spec.layers):
+        if any(layer.attention and layer.attention.window for layer in pool.model.spec.layers):
             raise UnsupportedCombinationError(
                 "an elastic cache does not support layers with sliding window attention"
             )
-        attention_probe(model)
-        super().begin(canvas, kv_cache)
+        attention_probe(pool.model)
 
     def span(
         self, canvas: Canvas, kv_cache: SequenceCache, tokens: np.ndarray, region: tuple[int, int]

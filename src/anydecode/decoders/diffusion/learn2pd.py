@@ -158,11 +158,11 @@ class FilterBlocks(FixedBlocks):
     def check_length(self, length: int) -> None:
         pass
 
-    def check_model(self, canvas: Canvas) -> None:
-        if canvas.block_size not in (None, self.size):
+    def check_model(self, block_size: int | None) -> None:
+        if block_size not in (None, self.size):
             raise InvalidRequestError(
                 f"this filter is for blocks of {self.size} positions, but the model's have"
-                f" {canvas.block_size}"
+                f" {block_size}"
             )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
+from anydecode.decoders.decoder import Decoder
+from anydecode.errors import UnsupportedCombinationError
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.sequence_data import StopChecker
@@ -25,6 +27,16 @@ class TextStopChecker(StopChecker, Protocol):
     def end(self, reason: str) -> None:
         """End the generation for `reason`."""
         ...
+
+
+def check_one_text(inner: Decoder, what: str) -> None:
+    """Raise `UnsupportedCombinationError` if the decoder `inner` cannot run on a branch whose text
+    is checked for `what`."""
+    if inner.requirements.forks_text:
+        raise UnsupportedCombinationError(
+            f"{what} checked while a decoder runs, which does not work with a decoder that samples"
+            " several texts; use autoregressive"
+        )
 
 
 def restarted_branch(

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from anydecode.decoders.framework.branches import TextStopChecker
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError
 from anydecode.rewards.reward import SampledText
 from anydecode.sampling.noise import Noise, stream_id
 from anydecode.sampling.sampler import Sampler
@@ -91,11 +91,6 @@ class Rollouts:
         on_token: Callable[[int, Sequence, np.ndarray, int], None] | None = None,
         origins: Mapping[int, Sequence] | None = None,
     ) -> None:
-        if not hasattr(sequence.stop_checker, "fork"):
-            raise UnsupportedCombinationError(
-                "this constraint is checked while a decoder runs, which does not work with a"
-                " decoder that samples several texts; use autoregressive"
-            )
         self.sequence = sequence
         self.rollouts = rollouts
         self.sums_logprobs = sums_logprobs

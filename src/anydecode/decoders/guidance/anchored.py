@@ -122,6 +122,8 @@ class Anchored(Decoder):
                 "anchored does not work with truncations such as top_p, which would exceed its"
                 " budget: leave them out"
             )
+        if self.unit == "byte":
+            _draft_prompt(sequence)  # it must have text
 
     def decode(self, sequence: Sequence) -> Decoding:
         rows = _ByteRows(sequence) if self.unit == "byte" else _TokenRows(sequence)

@@ -107,20 +107,29 @@ class FastKV(Prefilled):
         self.budget, self.propagate, self.layer = budget, propagate, layer
         self.window, self.kernel = window, kernel
 
-    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
-        length, window = len(sequence.prompt) - 1, self.window
-        num_kept = max(window + 1, int(self.budget * length if self.budget < 1 else self.budget))
-        if length <= num_kept:
-            yield score_prompt(sequence, kv_cache, 0, length)
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        length, pool = len(sequence.prompt) - 1, sequence.pool()
+        if length <= self._num_kept(length):
             return
-        check_compressible(kv_cache)
-        num_layers = kv_cache.pool.model.spec.num_layers
-        middle = num_layers // 2 - 1 if self.layer < 0 else self.layer
+        check_compressible(pool)
+        num_layers = pool.model.spec.num_layers
+        middle = self._middle(num_layers)
         if not 0 <= middle < num_layers - 1:
             raise UnsupportedCombinationError(
                 f"layer={middle} must be at least 0 and before the last of the model's {num_layers}"
                 " layers"
             )
+        attention_probe(pool.model)
+
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
+        length, window = len(sequence.prompt) - 1, self.window
+        num_kept = self._num_kept(length)
+        if length <= num_kept:
+            yield score_prompt(sequence, kv_cache, 0, length)
+            return
+        num_layers = kv_cache.pool.model.spec.num_layers
+        middle = self._middle(num_layers)
         all_positions = np.arange(length, dtype=np.int32)
         scores: list[np.ndarray] = []
         state = self._input_states(sequence, kv_cache, length)
@@ -154,6 +163,15 @@ class FastKV(Prefilled):
             self._positions_to_keep(scores, all_positions, num_kept)
             + self._positions_to_keep(later, positions, num_kept),
         )
+
+    def _num_kept(self, length: int) -> int:
+        """The number of positions that are kept of `length`."""
+        kept = self.budget * length if self.budget < 1 else self.budget
+        return max(self.window + 1, int(kept))
+
+    def _middle(self, num_layers: int) -> int:
+        """The last layer that computes every token."""
+        return num_layers // 2 - 1 if self.layer < 0 else self.layer
 
     def _input_states(self, sequence: Sequence, kv_cache: SequenceCache, length: int) -> np.ndarray:
         states = input_embeddings(sequence, kv_cache, 0, length)

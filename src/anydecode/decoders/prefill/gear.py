@@ -90,15 +90,19 @@ class Gear(Prefilled):
                 compressed.add(boundary - self.buffer, boundary, self.tail)
                 boundary += self.buffer
 
-    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
-        check_float(kv_cache.pool)
-        layers = kv_cache.pool.model.spec.layers
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        pool = sequence.pool()
+        check_float(pool)
+        layers = pool.model.spec.layers
         has_others = any(layer.latent is not None or layer.indexer is not None for layer in layers)
-        if has_others or any(not values.shape[-1] for values in kv_cache.pool.cache.values):
+        if has_others or any(not values.shape[-1] for values in pool.cache.values):
             raise UnsupportedCombinationError(
                 "gear compresses the keys and values of every layer; this model has layers that"
                 " store one row for both, that share those of another layer, or that store the keys"
                 " of an indexer too"
             )
+
+    def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         if len(sequence.prompt) > 1:
             yield score_prompt(sequence, kv_cache, 0, len(sequence.prompt) - 1)

@@ -111,6 +111,11 @@ class MustDrop(Prefilled):
             raise InvalidRequestError("mustdrop needs overall >= 0, single >= 0 and 0 <= key <= 1")
         self.overall, self.single, self.key, self.alike = overall, single, key, alike
 
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        if prompt_embeds_of(sequence) is not None:
+            attention_probe(sequence.model())
+
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
         media = prompt_embeds_of(sequence)

@@ -14,6 +14,7 @@ from anydecode.decoders.framework.attention_probe import check_float
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.host import select, store
 from anydecode.kernels.interface import Rows
+from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS, PromptEmbeds
 from anydecode.scoring.score import Decoding, ScoreRequest
@@ -213,10 +214,10 @@ def compact(kv_cache: SequenceCache, start: int, kept_positions: list[np.ndarray
     kv_cache.evict(range(start + count, kv_cache.length))
 
 
-def check_compressible(kv_cache: SequenceCache) -> None:
-    """Raise `UnsupportedCombinationError` if single positions cannot be removed from the cache."""
-    check_float(kv_cache.pool)
-    layers = kv_cache.pool.model.spec.layers
+def check_compressible(pool: KVPool) -> None:
+    """Raise `UnsupportedCombinationError` if single positions cannot be removed from a cache."""
+    check_float(pool)
+    layers = pool.model.spec.layers
     shapes = [layer.attention for layer in layers if layer.attention is not None]
     # Keys move to the slots of other positions.
     for is_met, kind in (

@@ -78,12 +78,16 @@ class QuickPrefill(Prefilled):
             raise InvalidRequestError("quickprefill needs group >= 1, query >= 1 and 0 < keep <= 1")
         self.group, self.keep, self.query = group, keep, query
 
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        first, last = self._media(sequence)
+        if first < last:
+            check_compressible(sequence.pool())
+
     def prefill(self, sequence: Sequence, kv_cache: SequenceCache) -> Decoding:
         length = len(sequence.prompt) - 1
-        media = prompt_embeds_of(sequence)
-        first, last = (0, length + 1 - self.query) if media is None else (media.first, media.stop)
+        first, last = self._media(sequence)
         if first < last:
-            check_compressible(kv_cache)
             if first:
                 yield score_prompt(sequence, kv_cache, 0, first)
             for start in range(first, last, self.group):
@@ -92,6 +96,13 @@ class QuickPrefill(Prefilled):
                 self._compress(kv_cache, start)
         if max(0, last) < length:
             yield score_prompt(sequence, kv_cache, max(0, last), length)
+
+    def _media(self, sequence: Sequence) -> tuple[int, int]:
+        """The first of the positions that are compressed, and the one after the last."""
+        media = prompt_embeds_of(sequence)
+        if media is None:
+            return 0, len(sequence.prompt) - self.query
+        return media.first, media.stop
 
     def _compress(self, kv_cache: SequenceCache, start: int) -> None:
         slots = kv_cache.table[start:]

@@ -144,7 +144,7 @@ class AStar(Decoder):
         self.step = StepRule(step, step_tokens)
         self.expansions = expansions
         self.frontier = frontier
-        self.requirements = Requirements(max_texts=k * expansions)
+        self.requirements = Requirements(max_texts=k * expansions, forks_text=True)
 
     @property
     def num_bytes(self) -> int:

@@ -55,7 +55,7 @@ class AdaDec(Decoder):
         length: Maximum number of tokens of a continuation.
     """
 
-    requirements = Requirements(can_sample=False, max_texts=1)
+    requirements = Requirements(can_sample=False, forks_text=True, max_texts=1)
 
     def __init__(self, threshold: float = 1.75, k: int = 3, length: int = 5) -> None:
         if threshold < 0 or k < 1 or length < 0:

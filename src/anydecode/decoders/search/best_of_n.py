@@ -58,7 +58,7 @@ class BestOfN(Decoder):
     def __init__(self, n: int = 8, reward: registry.RewardChoice = "likelihood") -> None:
         self.n = checked_count("best-of-n", n)
         self.valuing = Valuing(registry.build(reward))
-        self.requirements = Requirements(max_texts=n)
+        self.requirements = Requirements(max_texts=n, forks_text=True)
 
     @property
     def num_bytes(self) -> int:

@@ -58,7 +58,7 @@ class Deal(Decoder):
         reward: The name of a reward, a function `(prompt, texts) -> values`, or a `Reward`.
     """
 
-    requirements = Requirements(can_sample=False, max_texts=1)
+    requirements = Requirements(can_sample=False, forks_text=True, max_texts=1)
 
     def __init__(
         self,

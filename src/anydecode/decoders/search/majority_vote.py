@@ -70,7 +70,7 @@ class MajorityVote(Decoder):
         self.valuing = (
             None if weights is None else Valuing(registry.build(weights), (0.0, float("inf")))
         )
-        self.requirements = Requirements(max_texts=n)
+        self.requirements = Requirements(max_texts=n, forks_text=True)
 
     @property
     def num_bytes(self) -> int:

@@ -175,7 +175,7 @@ class PAligner(Decoder):
         self.samples = samples
         self.trained = trained
         self.valuing = Valuing(registry.build(reward))
-        self.requirements = Requirements(optional_runners=(DRAFT,))
+        self.requirements = Requirements(optional_runners=(DRAFT,), forks_text=True)
 
     @property
     def num_bytes(self) -> int:

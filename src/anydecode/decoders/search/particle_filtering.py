@@ -137,7 +137,7 @@ class ParticleFiltering(Decoder):
         self.temperature = temperature
         self.replaces = weights == "replace"
         self.draws = answer == "draw"
-        self.requirements = Requirements(max_texts=n)
+        self.requirements = Requirements(max_texts=n, forks_text=True)
 
     @property
     def num_bytes(self) -> int:

@@ -180,7 +180,7 @@ class Phi(Decoder):
         self.sigma = sigma
         self.share = share
         self.temperature = temperature
-        self.requirements = Requirements(can_sample=False, max_texts=width)
+        self.requirements = Requirements(can_sample=False, forks_text=True, max_texts=width)
 
     def prepare(self, sequence: Sequence) -> None:
         sequence.sampler = whole_distribution_sampler(sequence.sampler)

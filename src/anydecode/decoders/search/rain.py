@@ -206,7 +206,7 @@ class Rain(Decoder):
         self.simulations = simulations
         self.valuing = None if reward is None else Valuing(registry.build(reward), (-1.0, 1.0))
         self.good, self.bad = good, bad
-        self.requirements = Requirements(can_sample=False)
+        self.requirements = Requirements(can_sample=False, forks_text=True)
 
     @property
     def num_bytes(self) -> int:
@@ -215,6 +215,8 @@ class Rain(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.companion_prompts:
             raise UnsupportedCombinationError("rain does not work with a second prompt")
+        if not hasattr(sequence.model(), "embed"):
+            raise UnsupportedCombinationError("rain needs a model whose embeddings can be read")
         sampler = sequence.sampler
         sequence.sampler = Sampler(1.0, sampler.pre_temperature, (TopK(TOP_K),), sampler.combiner)
 
@@ -439,10 +441,8 @@ class _Leaf:
 
     def embedding(self, tokens: list[int]) -> np.ndarray:
         """The direction of the mean embedding of `tokens`, float64 `[hidden_size]`."""
-        embed = getattr(self.sequence.model(), "embed", None)
-        if embed is None:
-            raise UnsupportedCombinationError("rain needs a model whose embeddings can be read")
-        mean = np.asarray(embed(np.array(tokens)), np.float64).mean(axis=0)
+        model: Any = self.sequence.model()
+        mean = np.asarray(model.embed(np.array(tokens)), np.float64).mean(axis=0)
         unit: np.ndarray = mean / max(float(np.linalg.norm(mean)), 1e-300)
         return unit
 

@@ -130,6 +130,7 @@ class Regression(Decoder):
                 "regression returns numbers from many texts, which have no log-probabilities: leave"
                 " logprobs out"
             )
+        self._tokens(sequence)
         sequence.sampler = whole_distribution_sampler(sequence.sampler)
 
     def decode(self, sequence: Sequence) -> Decoding:

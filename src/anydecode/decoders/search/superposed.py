@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -154,6 +154,10 @@ class Superposed(Decoder):
                 "superposed mixes several texts: it works with no second prompt, and its tokens"
                 " have no log-probabilities of their own"
             )
+        if not hasattr(sequence.model(), "embed"):
+            raise UnsupportedCombinationError(
+                "superposed needs a model whose embeddings can be read"
+            )
 
     def decode(self, sequence: Sequence) -> Decoding:
         state = sequence.state.setdefault(_STATE, Drafts())
@@ -236,14 +240,10 @@ class Superposed(Decoder):
     @staticmethod
     def _mixed(sequence: Sequence, live: list[Draft]) -> np.ndarray:
         """The mean embedding of the last tokens, float32 `[hidden_size]`."""
-        embed = getattr(sequence.model(), "embed", None)
-        if embed is None:
-            raise UnsupportedCombinationError(
-                "superposed needs a model whose embeddings can be read"
-            )
+        model: Any = sequence.model()
         scores = np.array([one.score for one in live])
         weights = np.exp(scores - scores.max())
-        vectors = np.asarray(embed(np.array([one.tokens[-1] for one in live])), np.float64)
+        vectors = np.asarray(model.embed(np.array([one.tokens[-1] for one in live])), np.float64)
         mixed: np.ndarray = (weights / weights.sum()) @ vectors
         return mixed.astype(np.float32)
 

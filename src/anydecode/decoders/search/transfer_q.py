@@ -74,7 +74,7 @@ class TransferQ(Decoder):
         source: A second reward, for indirect transfer. Default: direct transfer.
     """
 
-    requirements = Requirements(optional_runners=(DRAFT,))
+    requirements = Requirements(optional_runners=(DRAFT,), forks_text=True)
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from anydecode.decoders.framework.growing_tree import GrowingTree
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.variants import check_variant
 from anydecode.decoders.speculative.draft_trees import TreeDrafter
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import ParallelLayers
@@ -36,6 +37,9 @@ class LayerParallelDrafter(Drafter):
         self.group = group
         self.rule = rule
 
+    def prepare(self, sequence: Sequence) -> None:
+        check_variant(sequence.model(DRAFT), ParallelLayers(self.group))
+
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
 
@@ -50,6 +54,10 @@ class LayerParallelTreeDrafter(TreeDrafter):
     def __init__(self, group: int, depth: int, width: int, rule: Acceptance | None = None) -> None:
         super().__init__(rule)
         self.variant, self.depth, self.width = ParallelLayers(group), depth, width
+
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        check_variant(sequence.model(DRAFT), self.variant)
 
     def new_tree(self, sequence: Sequence) -> GrowingTree:
         return GrowingTree(sequence, self.runner, self.noise, self.variant)

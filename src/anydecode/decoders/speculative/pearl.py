@@ -112,8 +112,8 @@ class Pearl(Decoder):
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
             seconds = 0.0
-            size = share.size(self.num_drafts(sequence))
-            if not drafts and not size:  # not worth the draft model's passes
+            size = share.size(self.num_drafts(sequence)) if sequence.can_draft() else 0
+            if not drafts and not size:  # no memory, or not worth the draft model's passes
                 plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
                 share.observe(plain.tree, [], 0.0)
                 continue

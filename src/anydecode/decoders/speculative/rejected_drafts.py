@@ -32,7 +32,8 @@ class RejectedDraft:
 
 
 def cross_entropy(examples: Seq[RejectedDraft]) -> Loss:
-    """The forward cross-entropy to the target's distributions of `examples`, in nats."""
+    """The forward cross-entropy to the target's distributions of `examples`, in nats. Tokens that a
+    drafter's reduced vocabulary lacks, whose logits are -inf, are left out of them."""
     targets = np.zeros((len(examples), len(examples[0].logits)), np.float32)
     for row, example in zip(targets, examples, strict=True):
         row[example.tokens] = example.probabilities
@@ -40,9 +41,10 @@ def cross_entropy(examples: Seq[RejectedDraft]) -> Loss:
     def loss(logits: np.ndarray) -> tuple[float, np.ndarray]:
         shifted = logits - logits.max(-1, keepdims=True)
         log_probabilities = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        mass = targets.sum(-1, keepdims=True)
-        value = float(-(targets * log_probabilities).sum(-1).mean())
-        return value, (mass * np.exp(log_probabilities) - targets) / len(examples)
+        learned = np.where(np.isneginf(logits), 0, targets)
+        mass = learned.sum(-1, keepdims=True)
+        value = float(-(learned * np.where(learned, log_probabilities, 0)).sum(-1).mean())
+        return value, (mass * np.exp(log_probabilities) - learned) / len(examples)
 
     return loss
 

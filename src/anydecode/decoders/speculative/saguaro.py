@@ -161,8 +161,8 @@ class Saguaro(Decoder):
         drafts, rows = list[int](), distribution_list(self.acceptance)
         while not sequence.finished:
             is_hit = bool(drafts)
-            size = share.size(self.size)
-            if not size:  # not worth the draft model's passes
+            size = share.size(self.size) if sequence.can_draft() else 0
+            if not size:  # no memory, or not worth the draft model's passes
                 drafts = []
                 plain = yield from verify_tree(sequence, TokenTree(), self.acceptance)
                 share.observe(plain.tree, [], 0.0)

@@ -136,11 +136,12 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
 
 def _divisible(span: Span) -> bool:
     """Whether `span` may be divided into layer groups: a chain through all layers that returns at
-    most its last row and no hidden states."""
-    depth = span.kv_cache.pool.model.spec.num_layers
+    most its last row and no hidden states, of a model whose rows may start at later layers."""
+    spec = span.kv_cache.pool.model.spec
     return (
         isinstance(span, ChainSpan)
-        and (span.start, span.stop, span.done) == (0, depth, 0)
+        and not spec.starts_at_first_layer
+        and (span.start, span.stop, span.done) == (0, spec.num_layers, 0)
         and not span.capture_layers
         and span.variant is None
         and not span.kv_cache.partials

@@ -1,0 +1,67 @@
+"""Random requests of every method and option beside each other on a used engine: the same texts as
+alone, no errors but refusals in one line, and nothing is left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from anydecode.engine.engine import Engine, Job
+from anydecode.scoring.sequence import Sequence
+from random_scenarios import Failure, play, random_scenario
+from random_worlds import WORLDS
+
+#: Worlds that do not need other packages.
+NAMES = [name for name in WORLDS if name != "torch"]
+
+
+def played(seeds: range) -> Counter[str]:
+    """The number of finished requests by method."""
+    finished: Counter[str] = Counter()
+    for seed in seeds:
+        scenario = random_scenario(Random(seed), NAMES)
+        failures, counts = play(scenario)
+        assert not failures, f"{failures[0]}\n--scenario {scenario.source()!r}"
+        finished += counts
+    return finished
+
+
+def test_random_requests_beside_each_other() -> None:
+    assert len(played(range(6))) > 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(6, 486, 40))
+def test_many_random_requests_beside_each_other(start: int) -> None:
+    assert len(played(range(start, start + 40))) > 30
+
+
+def failures_of(seeds: range, names: list[str]) -> list[Failure]:
+    """What fails in these scenarios."""
+    return [one for seed in seeds for one in play(random_scenario(Random(seed), names))[0]]
+
+
+def test_noise_that_depends_on_the_company_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sequence.sample
+
+    def dependent(self: Sequence, *given: object) -> int:
+        if self.cost_model.num_others():
+            self.noise = self.noise.forked(1)
+        return sample(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Sequence, "sample", dependent)
+    assert any("texts instead of" in one.kind for one in failures_of(range(6), ["scripted"]))
+
+
+def test_memory_of_ended_jobs_that_is_not_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Engine._release
+
+    def only_of_running(self: Engine, job: Job) -> None:
+        if not job.done:
+            release(self, job)
+
+    monkeypatch.setattr(Engine, "_release", only_of_running)
+    kinds = {one.kind for one in failures_of(range(2), ["tiny"])}
+    assert kinds & {"left: slots", "engine: AssertionError"}
