@@ -174,7 +174,7 @@ def start_writer(path: Path, family: str, sizes: dict[str, Any] = SIZES) -> gguf
 def add_metadata(writer: gguf.GGUFWriter, architecture: str, metadata: dict[str, Any]) -> None:
     """Add the metadata of an architecture, without those that are None."""
     for key, value in metadata.items():
-        name = f"{architecture}.{key}"
+        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
         elif isinstance(value, str):
@@ -191,9 +191,11 @@ def writer_with(
     path: Path, architecture: str, metadata: dict[str, Any], vocab: int
 ) -> gguf.GGUFWriter:
     """A writer with the metadata of an architecture, without those that are None, and `vocab`
-    tokens."""
+    tokens, if there are some."""
     writer = gguf.GGUFWriter(path, architecture)
     add_metadata(writer, architecture, metadata)
+    if vocab == 0:
+        return writer
     tokens = ["<unk>", "<s>", "</s>", *(chr(200 + i) for i in range(vocab - 3))]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)

@@ -70,12 +70,20 @@ class Decoder:
         for layer in range(len(self.bases)):
             name = f"model.layers.{layer}"
             start, y = x, self._norm(x, f"{name}.input_layernorm")
-            x = x + self._attention(y, layer, f"{name}.self_attn")
-            y = self._norm(x, f"{name}.post_attention_layernorm")
-            if self.experts:
-                x = x + self._experts(y, start if self.routes_inputs else y, f"{name}.mlp")
+            is_recurrent = f"{name}.mamba.in_proj.weight" in self.tensors
+            if is_recurrent:
+                y = self._mamba(y, f"{name}.mamba")
             else:
-                x = x + self._mlp(y, f"{name}.mlp", np.inf)
+                y = self._attention(y, layer, f"{name}.self_attn")
+            has_more = f"{name}.pre_feedforward_layernorm.weight" in self.tensors
+            x = x + (self._norm(y, f"{name}.post_attention_layernorm") if has_more else y)
+            second = "pre_feedforward" if has_more else "post_attention"
+            y = self._norm(x, f"{name}.{second}_layernorm")
+            if self.experts:
+                y = self._experts(y, start if self.routes_inputs else y, f"{name}.mlp")
+            else:
+                y = self._mlp(y, f"{name}.mlp", np.inf)
+            x = x + (self._norm(y, f"{name}.post_feedforward_layernorm") if has_more else y)
         y = self._norm(x, "model.norm")
         has_head = "lm_head.weight" in self.tensors
         return self.logit_scale * y @ self._of("lm_head" if has_head else "model.embed_tokens").T
@@ -94,6 +102,30 @@ class Decoder:
         y = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * self._of(name)
         bias = self.tensors.get(f"{name}.bias")
         return y if bias is None else y + bias
+
+    def _mamba(self, x: np.ndarray, name: str) -> np.ndarray:
+        """PLaMo 2's: head by head a gate and inputs; a step, a decay and a skip for each head."""
+        count, rates = len(x), -np.exp(self.tensors[f"{name}.A_log"].astype(np.float64))
+        heads, kernel = len(rates), self._of(f"{name}.conv1d")[:, 0]
+        gate, inputs = np.split(self._linear(x, f"{name}.in_proj").reshape(count, heads, -1), 2, -1)
+        padded = np.pad(inputs.reshape(count, -1), ((kernel.shape[1] - 1, 0), (0, 0)))
+        mixed = sum(padded[i : i + count] * kernel[:, i] for i in range(kernel.shape[1]))
+        size = len(self.tensors[f"{name}.b_layernorm.weight"])
+        y = _silu(mixed)
+        parts = np.split(self._linear(y, f"{name}.x_proj"), (size, 2 * size), -1)
+        keys, queries, steps = (
+            self._norm(part, f"{name}.{kind}_layernorm")
+            for part, kind in zip(parts, ("b", "c", "dt"), strict=True)
+        )
+        steps = np.log1p(np.exp(self._linear(steps, f"{name}.dt_proj")))
+        y, found = y.reshape(count, heads, -1), []
+        state = np.zeros((heads, y.shape[2], size))
+        for row in range(count):
+            decayed = np.exp(rates * steps[row])[:, None, None] * state
+            state = decayed + (steps[row][:, None] * y[row])[..., None] * keys[row]
+            found.append(state @ queries[row] + self.tensors[f"{name}.D"][:, None] * y[row])
+        output = np.stack(found) * _silu(gate)
+        return self._linear(output.reshape(count, -1), f"{name}.out_proj")
 
     def _attention(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
         count = len(x)

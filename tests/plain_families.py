@@ -3,6 +3,7 @@ and as `plain_decoders.Decoder`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from anydecode.certification.tiny import random_matrices
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.loading import gpt
+from anydecode.models.loading import gpt, plamo
 from anydecode.models.scripted import BYTE_VOCABULARY
 from gguf_models import finish, interleave, writer_with
 from plain_decoders import HEAD, HEADS, HIDDEN, INNER, KV_HEADS, Decoder, random_tensors
@@ -92,16 +94,20 @@ def checkpoint(name: str, seed: int = 0, **changes: Any) -> Checkpoint:
         readers = {key: (lambda tensor=tensor: tensor) for key, tensor in tensors.items()}
         config, converted = gpt.to_hf_layout(config, readers)
         tensors = {key: np.asarray(reader()) for key, reader in converted.items()}
+    if plamo.is_plamo(config):
+        readers = {key: (lambda tensor=tensor: tensor) for key, tensor in tensors.items()}
+        tensors = {k: np.asarray(one()) for k, one in plamo.to_hf_layout(readers).items()}
     return Checkpoint(name, Path(name), config, tensors)
 
 
-def as_gguf(name: str, path: Path, **changes: Any) -> Path:
-    """The file that llama.cpp's converter makes of the model."""
+def as_gguf(name: str, path: Path, tokenizer: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The file that llama.cpp's converter makes of the model, with the metadata of a tokenizer, to
+    which its vocabulary is fitted, if there is one."""
     family = FAMILIES[name]
     decoder = family.decoder(0)
     count = {"block_count": len(decoder.bases)}
-    metadata = {**METADATA, **count, **family.metadata, **changes}
-    writer = writer_with(path, name, metadata, BYTE_VOCABULARY)
+    metadata = {**METADATA, **count, **family.metadata, **changes, **(tokenizer or {})}
+    writer = writer_with(path, name, metadata, 0 if tokenizer else BYTE_VOCABULARY)
     for key, tensor in family.stored(dict(decoder.tensors)).items():
         for usual, other in NAMES.items():
             key = (
@@ -109,6 +115,8 @@ def as_gguf(name: str, path: Path, **changes: Any) -> Path:
                 if usual[-1] != "."
                 else key.replace(usual, other)
             )
+        if tokenizer and key == "token_embd.weight":
+            tensor = np.resize(tensor, (len(tokenizer["tokenizer.ggml.tokens"]), HIDDEN))
         writer.add_tensor(key, np.ascontiguousarray(tensor, np.float32))
     finish(writer)
     return path
@@ -270,6 +278,109 @@ def _maple(seed: int) -> Decoder:
     )
 
 
+#: The norms of PLaMo: their names, those of files, and what the weights lack.
+PLAMO_NORMS = {
+    "input_layernorm.weight": ("pre_mixer_norm.weight", "attn_norm.weight", 1.0),
+    "post_attention_layernorm.weight": ("post_mixer_norm.weight", "post_attention_norm", 0.2),
+    "pre_feedforward_layernorm.weight": ("pre_mlp_norm.weight", "ffn_norm.weight", 1.0),
+    "post_feedforward_layernorm.weight": ("post_mlp_norm.weight", "post_ffw_norm", 5**-1.5),
+}
+PLAMO_RECURRENCE, PLAMO_STATE = 3, 8
+
+
+def _plamo(seed: int, is_hybrid: bool) -> Decoder:
+    """Of PLaMo 2, the first and the last layer are recurrent, and each head has norms of its
+    own."""
+    tensors, matrix = random_tensors(seed, head_norms=True), random_matrices(seed + 100)
+    tensors["model.norm.weight"] *= np.sign(np.arange(HIDDEN) % 2 - 0.5)  # no token repeats itself
+    inner = PLAMO_RECURRENCE * HEAD
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        for norm, (*_, constant) in PLAMO_NORMS.items():
+            tensors[f"{name}.{norm}"] = (0.5 + constant) * (1 + 0.1 * matrix(1, HIDDEN)[0])
+        if not is_hybrid:
+            continue
+        if layer == 1:
+            for part, heads in (("q", HEADS), ("k", KV_HEADS)):
+                norms = 1 + 0.5 * matrix(heads, HEAD)
+                tensors[f"{name}.self_attn.{part}_norm.weight"] = norms
+            continue
+        for key in [key for key in tensors if key.startswith(f"{name}.self_attn")]:
+            del tensors[key]
+        shapes = {
+            "in_proj": (2 * inner, HIDDEN),
+            "x_proj": (2 * PLAMO_STATE + 64, inner),
+            "dt_proj": (PLAMO_RECURRENCE, 64),
+            "out_proj": (HIDDEN, inner),
+        }
+        own = {f"{part}.weight": 2 * matrix(*shape) for part, shape in shapes.items()}
+        own["conv1d.weight"] = matrix(inner, 4)[:, None]
+        for part, size in (("b", PLAMO_STATE), ("c", PLAMO_STATE), ("dt", 64)):
+            own[f"{part}_layernorm.weight"] = 1 + 0.1 * matrix(1, size)[0]
+        for part in ("dt_proj.bias", "A_log", "D"):
+            own[part] = matrix(1, PLAMO_RECURRENCE)[0]
+        tensors |= {f"{name}.mamba.{part}": tensor for part, tensor in own.items()}
+    windows = [None] * 3 if is_hybrid else [9, None, 9]
+    bases: list[float | None] = [1e4] * 3 if is_hybrid else [500.0, 5e4, 500.0]
+    return Decoder(tensors, bases, windows)
+
+
+def _mixer(is_hybrid: bool) -> dict[str, str]:
+    names = {
+        "mamba.x_proj": "mixer.bcdt_proj",
+        "mamba.dt_proj.bias": "mixer.dt_bias",
+        **{f"mamba.{part}_layernorm.": f"mixer.{part.upper()}_norm_" for part in "bc"},
+        "mamba.dt_layernorm.": "mixer.dt_norm_",
+        "mamba.": "mixer.",
+        "self_attn.": "mixer.",
+        "model.layers.": "model.layers.layers.",
+        **{f"self_attn.{part}_norm.": f"mixer.{part}_" for part in "qk" if is_hybrid},
+    }
+    return dict(sorted(names.items(), key=lambda pair: -len(pair[0])))
+
+
+def _plamo_layout(tensors: Tensors) -> Tensors:
+    is_hybrid = any(".mamba." in key for key in tensors)
+    found = {}
+    for key, tensor in _gate_up(_fused(tensors)).items():
+        for norm, (own, _, constant) in PLAMO_NORMS.items():
+            if key.endswith(f".{norm}"):
+                key, tensor = key.replace(norm, own), tensor - constant
+        if key == "model.norm.weight" or ("self_attn" in key and "_norm" in key and not is_hybrid):
+            tensor = tensor - 1.0
+        found[key] = tensor
+    return _renamed(_mixer(is_hybrid))(found)
+
+
+def _plamo_stored(tensors: Tensors) -> Tensors:
+    found = {}
+    for key, tensor in _gate_up(_fused(tensors)).items():
+        for norm, (_, own, _) in PLAMO_NORMS.items():
+            key = key.replace(norm, own)
+        if key.endswith("A_log"):
+            key, tensor = key.replace("A_log", "A"), -np.exp(tensor)
+        found[key] = tensor[:, 0] if "conv1d" in key else tensor
+    names = {
+        "mlp.gate_up_proj": "ffn_up",
+        **{f"mamba.{part}_layernorm.weight": f"ssm_{part}_norm" for part in ("b", "c", "dt")},
+        **{f"mamba.{part}_proj": f"ssm_{part}" for part in ("in", "x", "dt", "out")},
+        "mamba.conv1d": "ssm_conv1d",
+        "mamba.A": "ssm_a",
+        "mamba.D": "ssm_d",
+    }
+    return _renamed(names)(found)
+
+
+def _gate_up(tensors: Tensors) -> Tensors:
+    """Gate and up as one tensor."""
+    found = dict(tensors)
+    for key in tensors:
+        if key.endswith("mlp.gate_proj.weight"):
+            parts = [found.pop(key), found.pop(key.replace("gate", "up"))]
+            found[key.replace("gate", "gate_up")] = np.concatenate(parts)
+    return found
+
+
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = {
     "smallthinker": PlainFamily(
@@ -397,5 +508,50 @@ FAMILIES = {
         _maple,
         dict,
         _stacked,
+    ),
+    "plamo2": PlainFamily(
+        {
+            "architectures": ["Plamo2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": None,
+            "hidden_size_per_head": HEAD,
+            "mamba_num_heads": PLAMO_RECURRENCE,
+            "mamba_d_state": PLAMO_STATE,
+            "mamba_step": 2,
+            "attention_window_size": 512,
+            "full_attention_idx": [],
+        },
+        {
+            "attention.head_count": [0, HEADS, 0],
+            "attention.head_count_kv": [0, KV_HEADS, 0],
+            "ssm.state_size": PLAMO_STATE,
+            "ssm.conv_kernel": 4,
+            "ssm.time_step_rank": PLAMO_RECURRENCE,
+            "ssm.inner_size": PLAMO_RECURRENCE * HEAD,
+            "ssm.group_count": 0,
+            "rope.freq_base": 1e4,
+        },
+        functools.partial(_plamo, is_hybrid=True),
+        _plamo_layout,
+        _plamo_stored,
+    ),
+    "plamo3": PlainFamily(
+        {
+            "architectures": ["Plamo3ForCausalLM"],
+            "num_hidden_layers": 3,
+            "window_size": 9,
+            "sliding_window_pattern": 2,
+            "rope_theta": 5e4,
+            "rope_local_theta": 500.0,
+        },
+        {
+            "attention.sliding_window": 9,
+            "attention.sliding_window_pattern": 2,
+            "rope.freq_base": 5e4,
+            "rope.freq_base_swa": 500.0,
+        },
+        functools.partial(_plamo, is_hybrid=False),
+        _plamo_layout,
+        _plamo_stored,
     ),
 }  # fmt: skip

@@ -29,8 +29,8 @@ REFUSED = {
     "BailingHybrid", "Bamba", "CodeGen", "Cohere", "Cohere2", "Cohere2Moe", "DeepseekV4", "Falcon",
     "FalconH1", "FalconMamba", "Gemma3n", "Gemma4", "GPTJ", "GPTNeoX", "Jamba", "KimiLinear",
     "Lfm2", "Lfm2Moe", "Lfm3", "LongcatFlash", "Mamba", "Mamba2", "MiniMax", "nanbeige", "ouro",
-    "nemotron-nas", "NemotronH", "OlmoHybrid", "Phi", "phi4flash", "Qwen3_5", "Qwen3_5Moe",
-    "Qwen3Next", "RecurrentGemma", "rwkv7", "smallthinker", "Zamba2",
+    "nemotron-nas", "NemotronH", "OlmoHybrid", "Phi", "phi4flash", "plamo2", "Qwen3_5",
+    "Qwen3_5Moe", "Qwen3Next", "RecurrentGemma", "rwkv7", "smallthinker", "Zamba2",
 }  # fmt: skip
 
 

@@ -368,7 +368,7 @@ def test_add_bos_and_eos_flags() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "plamo2"}, "'plamo2' are not supported"),
+        ({"tokenizer.ggml.model": "hybriddna"}, "'hybriddna' are not supported"),
         ({"tokenizer.ggml.tokens": []}, "no tokenizer"),
         ({"tokenizer.ggml.scores": [0.0]}, "no score for each"),
         ({"tokenizer.ggml.token_type": [1]}, "do not match"),

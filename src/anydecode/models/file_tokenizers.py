@@ -1,5 +1,6 @@
 """Builds the tokenizer of a repository without `tokenizer.json` from the files it has instead: a
-model of SentencePiece, or the ranks of Kimi's `tiktoken.model` and Qwen's `qwen.tiktoken`.
+model of SentencePiece, the ranks of Kimi's `tiktoken.model` and Qwen's `qwen.tiktoken`, or PLaMo's
+`tokenizer.jsonl`.
 
 They are read as the metadata that a GGUF file of the model would have. What SentencePiece replaces
 in a text is replaced as by the `tokenizers` library, which `transformers` uses too: a mark that
@@ -9,6 +10,8 @@ follows a replaced character in the same grapheme, and has no entry with it, is 
 from __future__ import annotations
 
 import base64
+import json
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +24,9 @@ from anydecode.models.files import read_json
 from anydecode.models.gguf_tokenizer import merges_from_scores, tokenizer_from_gguf
 from anydecode.models.qwen2_tokenizer import added_tokens, token_text
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+#: Special tokens of PLaMo, whatever their type is.
+_PLAMO = re.compile(r"<\|plamo:(?!unk).*\|>")
 #: The kinds of SentencePiece's models: unigram models and merges.
 _UNIGRAM, _BPE = 1, 2
 #: The classes whose vocabulary is that of a unigram model with further tokens, by the types of
@@ -275,6 +280,20 @@ def _ranked(data: bytes, pre: str) -> dict[str, Any]:
     }
 
 
+def _plamo(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata of PLaMo's tokenizer: lines of a token, its score and its type."""
+    kinds = {"UNKNOWN": _UNKNOWN, "CONTROL": _CONTROL, "BYTE": _BYTE}
+    lines = [json.loads(line) for line in data.splitlines() if line.strip()]
+    return {
+        "tokenizer.ggml.model": "plamo2",
+        "tokenizer.ggml.tokens": [str(line[0]) for line in lines],
+        "tokenizer.ggml.scores": [float(line[1]) for line in lines],
+        "tokenizer.ggml.token_type": [
+            _CONTROL if _PLAMO.fullmatch(line[0]) else kinds.get(line[2], _NORMAL) for line in lines
+        ],
+    }
+
+
 #: By name of the file, in order of preference.
 _READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]] = {
     "tokenizer.model": _sentencepiece,
@@ -282,6 +301,7 @@ _READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]]
     "sentencepiece.bpe.model": _sentencepiece,
     "tiktoken.model": _tiktoken,
     "qwen.tiktoken": _qwen,
+    "tokenizer.jsonl": _plamo,
 }
 #: The files that `tokenizer_of_files` reads.
 TOKENIZER_FILES = tuple(_READERS)

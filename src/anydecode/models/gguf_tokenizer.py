@@ -18,6 +18,7 @@ from anydecode.errors import CheckpointError
 from anydecode.models.gguf_word_tokenizers import (
     encoder_tokens,
     plain_words,
+    plamo,
     text_and_pair,
     unigram,
     word_piece,
@@ -216,6 +217,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         "gemma4": _merged_characters,
         "bert": word_piece,
         "t5": unigram,
+        "plamo2": plamo,
     }
     if not isinstance(kind, str) or kind not in builders:
         raise CheckpointError(f"{source}: tokenizers of kind {kind!r} are not supported")

@@ -1,11 +1,15 @@
-"""The tokenizers of encoders in GGUF files: WordPiece (BERT) and unigram models (XLM-RoBERTa)."""
+"""The tokenizers of GGUF files without merges: WordPiece (BERT) and unigram models (XLM-RoBERTa,
+PLaMo)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from tokenizers import (
+    PreTokenizedString,
     Regex,
     Tokenizer,
     decoders,
@@ -17,8 +21,10 @@ from tokenizers import (
 
 from anydecode.errors import CheckpointError
 
-_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _SPACE = "▁"
+#: Of PLaMo, in ten thousandths.
+_UNKNOWN_COST = 10**7
 _CONTINUED = "##"
 #: RoBERTa and XLM-RoBERTa have two of these between the texts of a pair, and no token types.
 _DOUBLED = "</s>"
@@ -95,6 +101,67 @@ def unigram(
     return tokenizer
 
 
+class _BestPieces:
+    """Cuts a text where the sum of its pieces' scores is highest; of equal ways it takes that with
+    the longest first piece, where the `tokenizers` library's unigram model takes that with the
+    longest last one. A character without a token costs `_UNKNOWN_COST`."""
+
+    def __init__(self, scores: dict[str, int]) -> None:
+        self._scores = scores
+        self._longest = max(map(len, scores), default=1)
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        """Called by the library."""
+        text.split(self._split)
+
+    def _split(self, _: int, part: Any) -> list[Any]:
+        ends = self.ends(str(part))
+        cuts, at = [], 0
+        while at < len(ends):
+            cuts.append(part[at : ends[at]])
+            at = ends[at]
+        return cuts
+
+    def ends(self, text: str) -> list[int]:
+        """Where the piece ends that starts at each character, if one does."""
+        best, ends = [0] * (len(text) + 1), [0] * len(text)
+        for start in reversed(range(len(text))):
+            best[start], ends[start] = best[start + 1] - _UNKNOWN_COST, start + 1
+            for end in range(start + 1, min(len(text), start + self._longest) + 1):
+                score = self._scores.get(text[start:end])
+                if score is not None and best[end] + score >= best[start]:
+                    best[start], ends[start] = best[end] + score, end
+        return ends
+
+
+def plamo(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> Tokenizer:
+    """The unigram model of PLaMo 2 and 3: texts are not changed, unknown characters are written as
+    bytes, and scores are rounded to 1e-4."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: the tokenizer has no score for each token")
+    if _UNKNOWN not in types:
+        raise CheckpointError(f"{source}: the tokenizer has no token for unknown words")
+    found = {
+        token: round(float(np.float32(score) * np.float32(1e4)))
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+        if kind != _BYTE and token and math.isfinite(score)
+    }
+    model = models.BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        unk_token=tokens[types.index(_UNKNOWN)],
+        byte_fallback=True,
+        ignore_merges=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(_BestPieces(found))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def encoder_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, tuple[str, int]]:
     """The tokens before ("bos") and after ("eos") a text of BERT, with their ids: the
     classification token and the separator, which old files leave out."""
@@ -121,12 +188,17 @@ def text_and_pair(first: tuple[str, int] | None, last: tuple[str, int] | None) -
     known = [token for token in (first, last) if token is not None]
     if not known:
         return None
-    start = "" if first is None else f"{first[0]} "
-    end = "" if last is None else f" {last[0]}"
+    # In a template, a colon stands before a type.
+    names = {text: text.replace(":", "-") for text, _ in known}
+    start = "" if first is None else f"{names[first[0]]} "
+    end = "" if last is None else f" {names[last[0]]}"
     if last is None or last[0] == _DOUBLED:
         pair = f"{start}$A{end}{end} $B{end}"
     else:
         pair = f"{start}$A{end} $B:1{end}:1"
+    special = [
+        {"id": names[text], "ids": [token], "tokens": [text]} for text, token in dict(known).items()
+    ]
     return processors.TemplateProcessing(
-        single=f"{start}$A{end}", pair=pair, special_tokens=list(dict(known).items())
+        single=f"{start}$A{end}", pair=pair, special_tokens=special
     )

@@ -74,6 +74,8 @@ class HFTokenizer:
             and (entry.content not in beside or token in self.eos_ids)
         )
         self._byte_encoding, self.strips_first_space = _byte_encoding_of(tokenizer)
+        decoder = tokenizer.decoder
+        self._marks_spaces = decoder is not None and _SPACE in str(decoder.__getstate__(), "utf-8")
 
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer | None:
@@ -234,7 +236,8 @@ class HFTokenizer:
             return bytes(map(_CHARACTER_BYTES.__getitem__, text)) if in_alphabet else text.encode()
         if self._byte_encoding == "sentencepiece":
             found = _BYTE_TOKEN.fullmatch(text)
-            return bytes([int(found[1], 16)]) if found else text.replace(_SPACE, " ").encode()
+            spaced = text.replace(_SPACE, " ") if self._marks_spaces else text
+            return bytes([int(found[1], 16)]) if found else spaced.encode()
         return self.decode([token], skip_special=False).encode()
 
     def token_text(self, token: int) -> str:

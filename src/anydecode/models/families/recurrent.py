@@ -49,7 +49,7 @@ class RecurrentLayout:
     ]
 
 
-def _conv(
+def depthwise(
     reader: TensorReader, name: str, spec: RecurrentSpec, has_bias: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """A depthwise convolution, stored as `[width, 1, window]`, and its bias."""
@@ -59,7 +59,7 @@ def _conv(
     return kernel.reshape(shape.width, shape.window), bias
 
 
-def _decay(reader: TensorReader, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def decay(reader: TensorReader, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The decay, which is stored as its logarithm, or (GGUF) as it is."""
     if reader.has(f"{name}.A"):
         return reader.tensor(f"{name}.A", shape)
@@ -92,7 +92,7 @@ def _read_short_conv(
     sizes = {"input_gate": hidden, "gate": hidden, "inputs": hidden}
     input_gate, gate, inputs = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
     output = reader.linear(f"{name}.out_proj", (hidden, hidden), has_bias)
-    vectors = RecurrenceWeights(*_conv(reader, f"{name}.conv", spec, has_bias))
+    vectors = RecurrenceWeights(*depthwise(reader, f"{name}.conv", spec, has_bias))
     return RecurrentWeights(inputs, gate, output, vectors, input_gate=input_gate)
 
 
@@ -157,12 +157,14 @@ def _read_mamba(
     sizes = {"gate": shape.width_out, "inputs": shape.width, "gates": shape.num_heads}
     gate, inputs, gates = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
     output = reader.linear(f"{name}.out_proj", (hidden, shape.width_out), has_bias)
-    conv, bias = _conv(reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True))
+    conv, bias = depthwise(
+        reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True)
+    )
     heads = shape.num_heads
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=_decay(reader, name, (heads,)),
+        decay=decay(reader, name, (heads,)),
         step_bias=reader.vector(f"{name}.dt_bias", heads),
         skip=reader.vector(f"{name}.D", heads),
     )
@@ -215,11 +217,13 @@ def read_selective(
     sizes = {"inputs": inner, "gate": inner}
     inputs, gate = _parts(reader, f"{name}.in_proj", sizes, hidden, has_bias)
     output = reader.linear(f"{name}.out_proj", (hidden, inner), has_bias)
-    conv, bias = _conv(reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True))
+    conv, bias = depthwise(
+        reader, f"{name}.conv1d", spec, bool_value(config, "mamba_conv_bias", True)
+    )
     vectors = RecurrenceWeights(
         conv,
         bias,
-        decay=_decay(reader, name, (inner, size)),
+        decay=decay(reader, name, (inner, size)),
         step_bias=reader.vector(f"{name}.dt_proj.bias", inner),
         skip=reader.vector(f"{name}.D", inner),
     )
@@ -363,11 +367,11 @@ def _read_delta(
         gates = _interleaved_gates(reader, name, shape, hidden)
     else:
         gates = _separate_gates(reader, name, shape, hidden)
-    conv, bias = _conv(reader, f"{name}.conv1d", spec, False)
+    conv, bias = depthwise(reader, f"{name}.conv1d", spec, False)
     vectors = RecurrenceWeights(
         np.ascontiguousarray(conv[last_first]),
         bias,
-        decay=_decay(reader, name, (shape.num_heads,)),
+        decay=decay(reader, name, (shape.num_heads,)),
         step_bias=reader.vector(f"{name}.dt_bias", shape.num_heads),
     )
     output = reader.linear(f"{name}.out_proj", (hidden, num_values), False)
@@ -537,7 +541,7 @@ def _read_olmo_delta(
     steps = reader.matrix(f"{name}.a_proj", (heads, hidden))
     vectors = RecurrenceWeights(
         _separate_convolutions(reader, name, shape),
-        decay=_decay(reader, name, (heads,)),
+        decay=decay(reader, name, (heads,)),
         step_bias=reader.vector(f"{name}.dt_bias", heads),
     )
     return RecurrentWeights(
@@ -620,7 +624,7 @@ def _read_lru(
         reader.linear(f"{name}.linear_{part}", (width, hidden), True) for part in ("x", "y")
     )
     output = reader.linear(f"{name}.linear_out", (hidden, width), True)
-    conv, bias = _conv(reader, f"{name}.conv_1d", spec, True)
+    conv, bias = depthwise(reader, f"{name}.conv_1d", spec, True)
     lru = f"{name}.rg_lru"
 
     # The matrices of heads are small and keep their format. They are stored transposed.

@@ -33,6 +33,7 @@ from anydecode.models.loading.gguf_dense import (
     own_activation,
     phi2,
     phi3,
+    plamo3,
     qwen,
     qwen2,
     smollm3,
@@ -111,6 +112,7 @@ from anydecode.models.loading.gguf_recurrent import (
     mamba,
     mamba_2,
     nemotron_h,
+    plamo2,
     rwkv7,
 )
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
@@ -228,6 +230,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "diffusion-gemma": diffusion_gemma,
         "rwkv7": rwkv7,
         "jamba": jamba,
+        "plamo2": plamo2,
+        "plamo3": plamo3,
         "mamba2": mamba_2,
         "granitemoe": granite_moe,
         "granitehybrid": granite_hybrid,
@@ -255,10 +259,11 @@ def _common(keys: Keys) -> dict[str, Any]:
     # Mamba has no attention and no MLP, RWKV no attention.
     low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv7") else 1
     is_deci, hidden = keys.architecture == "deci", keys.count("embedding_length")
+    has_headless = is_deci or keys.architecture == "plamo2"
     if keys.architecture in _VARIED_HEADS:
         heads = keys.counts("attention.head_count")[0]
     else:
-        heads = max(1, keys.count("attention.head_count", low=low, skip_zeros=is_deci))
+        heads = max(1, keys.count("attention.head_count", low=low, skip_zeros=has_headless))
     head_dim = keys.count("attention.key_length", max(1, hidden // heads))
     is_latent, value_size = (
         FAMILIES[model_type].has_latent_attention,

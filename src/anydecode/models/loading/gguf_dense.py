@@ -60,6 +60,15 @@ def phi3(keys: Keys, config: dict[str, Any]) -> None:
     longrope(keys, config)
 
 
+def plamo3(keys: Keys, config: dict[str, Any]) -> None:
+    """PLaMo 3: windows in all but every n-th layer, with a rotary base of their own."""
+    config["tie_word_embeddings"] = "output.weight" not in keys.file.tensors
+    if keys.get("attention.sliding_window", 0):
+        windows(keys, config)
+        theta = keys.number("rope.freq_base_swa", config["rope_theta"])
+        config["rope_local_base_freq"] = theta
+
+
 def olmo2(keys: Keys, config: dict[str, Any]) -> None:
     """OLMo 3 has the same architecture name, and windows."""
     if keys.get("attention.sliding_window", None) is None:

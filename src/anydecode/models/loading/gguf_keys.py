@@ -114,6 +114,8 @@ ARCHITECTURES = {
     "rnd1": ("rnd1", "RND1LM"),
     "diffusion-gemma": ("diffusion_gemma_text", "DiffusionGemmaForBlockDiffusion"),
     "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
+    "plamo2": ("plamo2", "Plamo2ForCausalLM"),
+    "plamo3": ("plamo3", "Plamo3ForCausalLM"),
     "jamba": ("jamba", "JambaForCausalLM"),
     "mamba2": ("mamba2", "Mamba2ForCausalLM"),
     "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),

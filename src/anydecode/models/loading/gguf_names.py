@@ -200,6 +200,16 @@ OVERRIDES = {
     },
     "mpt": {"attn_qkv": "self_attn.qkv_proj"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    **dict.fromkeys(
+        ("plamo2", "plamo3"),
+        {
+            **_SANDWICH,
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "x", "dt", "out")},
+            "ssm_conv1d": "mamba.conv1d",
+        },
+    ),
     **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {
@@ -386,6 +396,15 @@ OWN_VECTORS = {
     ),
     "mamba": {"ssm_a": "mixer.A", "ssm_d": "mixer.D"},
     "jamba": {"ssm_a": "mamba.A", "ssm_d": "mamba.D"},
+    **dict.fromkeys(
+        ("plamo2", "plamo3"),
+        {
+            "ssm_a": "mamba.A",
+            "ssm_d": "mamba.D",
+            **{f"ssm_{part}_norm": f"mamba.{part}_layernorm.weight" for part in ("dt", "b", "c")},
+            **{name: f"{module}.weight" for name, module in _POST_NORMS.items()},
+        },
+    ),
     "rwkv7": {
         "time_mix_lerp_fused.weight": "attn.x_x",
         "time_mix_k_k.weight": "attn.k_k",

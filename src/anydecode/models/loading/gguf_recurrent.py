@@ -89,6 +89,20 @@ def jamba(keys: Keys, config: dict[str, Any]) -> None:
     }
 
 
+def plamo2(keys: Keys, config: dict[str, Any]) -> None:
+    """PLaMo 2: layers without key heads are recurrent."""
+    heads = keys.count("ssm.time_step_rank", high=MAX_COUNT)
+    inner, dim = keys.count("ssm.inner_size"), config["head_dim"]
+    if inner != heads * dim:
+        raise refusal(keys.name("ssm.inner_size"), inner, f"{heads} heads of {dim}")
+    config |= {
+        "layer_types": ["full_attention" if count else "mamba" for count in _kv_heads(keys)],
+        "mamba_num_heads": heads,
+        "mamba_d_state": keys.count("ssm.state_size", high=MAX_COUNT),
+        "mamba_d_conv": keys.count("ssm.conv_kernel", high=MAX_COUNT),
+    }
+
+
 def mamba_2(keys: Keys, config: dict[str, Any]) -> None:
     """The sizes of Mamba-2, alone and in hybrids."""
     inner, heads = keys.count("ssm.inner_size"), _heads(keys)

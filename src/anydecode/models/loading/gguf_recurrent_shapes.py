@@ -29,6 +29,8 @@ def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
         yield from _gated_delta(config)
     elif config["model_type"] == "jamba":
         yield from _jamba(config)
+    elif config["model_type"] == "plamo2":
+        yield from _plamo(config)
     elif config["model_type"] == "minimax":
         yield from _lightning(config)
     elif "linear_head_dim" in config:
@@ -102,6 +104,22 @@ def _jamba(config: Config) -> Iterator[Expected]:
     sizes = (inner, size, config["mamba_d_conv"])
     yield from _mamba("mamba", config, sizes, config["mamba_conv_bias"])
     for part, count in (("dt", config["time_step_rank"]), ("b", size), ("c", size)):
+        yield f"mamba.{part}_layernorm.weight", (count,), True
+
+
+def _plamo(config: Config) -> Iterator[Expected]:
+    hidden, size, heads = (
+        config[key] for key in ("hidden_size", "mamba_d_state", "mamba_num_heads")
+    )
+    inner, rank = heads * config["head_dim"], max(64, hidden // 16)
+    yield "mamba.in_proj.weight", (2 * inner, hidden), True
+    yield "mamba.x_proj.weight", (2 * size + rank, inner), True
+    yield "mamba.dt_proj.weight", (heads, rank), True
+    yield "mamba.out_proj.weight", (hidden, inner), True
+    yield "mamba.conv1d.weight", (inner, 1, config["mamba_d_conv"]), True
+    for vector in ("A", "D", "dt_proj.bias"):
+        yield f"mamba.{vector}", (heads,), True
+    for part, count in (("dt", rank), ("b", size), ("c", size)):
         yield f"mamba.{part}_layernorm.weight", (count,), True
 
 

@@ -192,7 +192,8 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
         matrices[gate] = (rows, hidden)
     elif family.attention_gate:
         q *= 2
-    if overrides.get("attn_qkv") == fused and family.recurrent is None:
+    is_fused = family.recurrent is None or architecture == "plamo2"
+    if overrides.get("attn_qkv") == fused and is_fused:
         matrices[fused] = (q + kv + size, hidden)
     else:
         for part, rows in (("q", q), ("k", kv), ("v", size)):
@@ -310,7 +311,7 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 
 def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shape]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    is_fused = architecture in ("phi3", "glm4", "chatglm", "modern-bert")
+    is_fused = OVERRIDES.get(architecture, {}).get("ffn_up") == "mlp.gate_up_proj"
     if is_fused or config.get("has_gate_up"):
         return {"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)}
     family = FAMILIES[config["model_type"]]

@@ -27,6 +27,7 @@ from anydecode.models.loading import (
     gpt,
     llada,
     molmo2,
+    plamo,
     sdar,
 )
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -95,6 +96,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = llada.to_hf_layout(config, readers)
     if molmo2.is_molmo2(config, readers):
         readers = molmo2.to_hf_layout(config, readers)
+    if plamo.is_plamo(config):
+        readers = plamo.to_hf_layout(readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
     if dit.is_dit(config):
