@@ -419,6 +419,10 @@ def test_kimi_k2_5_as_published(tmp_path: Path) -> None:
         ("MiniCPMV", None, "llm."),
         ("DeepseekOCRForCausalLM", "language_config", ""),
         ("GraniteSpeechForConditionalGeneration", "text_config", "language_model."),
+        ("NVLM_D", "llm_config", "language_model."),
+        ("H2OVLChatModel", "llm_config", "language_model."),
+        ("RForConditionalGeneration", "text_config", "language_model."),
+        ("OpenCUAForConditionalGeneration", "text_config", "language_model."),
     ],
 )
 def test_a_language_model_under_another_key_or_prefix(
@@ -440,6 +444,19 @@ def test_a_language_model_under_another_key_or_prefix(
     wrong = {"hidden_act": "silu"}
     write_folder(tmp_path, tensors, **{**config, **({key: {**text, **wrong}} if key else wrong)})
     assert np.abs(found(tmp_path) - expected).max() > 1e-2
+
+
+def test_a_flat_config_of_keye(tmp_path: Path) -> None:
+    """As published: the keys of Qwen3 beside `vision_config`."""
+    model = hf_model("Qwen3", head_dim=16, hidden_act="gelu")
+    tensors = {name: x.numpy() for name, x in model.state_dict().items()}
+    own = {"architectures": ["KeyeForConditionalGeneration"], "model_type": "Keye"}
+    rope = {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}, "rope_theta": 1e4}
+    config = {**model.config.to_dict(), **own, **rope, "vision_config": {"hidden_size": 8}}
+    config.pop("rope_parameters", None)
+    tensors |= {"visual.x": np.zeros(3, np.float32), "mlp_AR.x": np.zeros(3, np.float32)}
+    write_folder(tmp_path, tensors, **config)
+    assert np.abs(found(tmp_path) - hf_logits(model, TOKENS)).max() < 1e-4
 
 
 def test_an_unknown_version_of_minicpm_v_is_refused() -> None:

@@ -181,9 +181,12 @@ FAMILIES: dict[str, Family] = {
         ("MiMoForCausalLM",), sliding_from_layer, qkv_bias=True, defaults={"sliding_window": 4096}
     ),
     "qwen3": Family(
-        ("Qwen3ForCausalLM",),
+        (
+            *("Qwen3ForCausalLM", "KeyeForConditionalGeneration"),
+            "KeyeVL1_5ForConditionalGeneration",
+        ),
         sliding_from_layer,
-        model_types=("qwen3_vl_text",),
+        model_types=("qwen3_vl_text", "Keye", "KeyeVL1_5"),
         qk_norm="head",
         defaults={"sliding_window": 4096, "head_dim": 128},
     ),
