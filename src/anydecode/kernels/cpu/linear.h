@@ -114,8 +114,9 @@ INLINE void prefetch_weights(const uint8_t *p, int bytes) {
 
 /* `ahead`: how many bytes after those that are read weights are prefetched; 0: none are. */
 INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *grid, int blocks,
-                       const Activations *const *rows_of, int64_t ahead, f8x2 *total) {
+                       const Activations *const *rows_of, int64_t ahead, f8x2 *out) {
   const Activations *a[TILE_ROWS];
+  f8x2 total[TILE_ROWS]; /* not `out`: gcc would also store these in every block */
   f8x2 super = f8x2_set(0.0f), super_min = super;
   for (int r = 0; r < rows; r++) a[r] = rows_of[r];
   for (int r = 0; r < rows; r++) total[r] = f8x2_set(0.0f);
@@ -132,6 +133,7 @@ INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *gr
     if (ahead) prefetch_weights(p + ahead, block_bytes(format));
     p += block_bytes(format);
   }
+  for (int r = 0; r < rows; r++) out[r] = total[r];
 }
 
 enum { FLOAT_ROWS = 4 };
