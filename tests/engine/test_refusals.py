@@ -57,6 +57,7 @@ def denoiser(**options: Any) -> LLM:
         (partial(plain, cache="int8"), "gear", {}, "not a quantized one"),
         (plain, "fastkv:budget=20,layer=3", {}, "before the last"),
         (starts_at_first_layer, "layerskip", {}, "start at layer 0"),
+        (starts_at_first_layer, "s2d", {}, "start at layer 0"),
         (starts_at_first_layer, "easyspec", {}, "do not run in parallel"),
         (starts_at_first_layer, "swift", {}, "are not left out in part"),
         (starts_at_first_layer, "ffn-skip", {}, "are not left out in part"),

@@ -19,8 +19,8 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import draft_share, verify_tree
+from anydecode.decoders.framework.variants import check_late_start
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.per_layer import late_start_error
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, ScoreRequest, Scores
@@ -103,9 +103,7 @@ class SelfSpeculative(Decoder):
     def prepare(self, sequence: Sequence) -> None:
         if sequence.num_layers < 2:
             raise InvalidRequestError(f"{self.card.key} needs a model of at least two layers")
-        model = sequence.model()
-        if model.spec.starts_at_first_layer:
-            raise late_start_error(model.name)
+        check_late_start(sequence.model())
         if sequence.companion_prompts:
             raise InvalidRequestError(
                 f"{self.card.key} does not work with guidance, which needs a second prompt"

@@ -19,6 +19,7 @@ from anydecode.decoders.framework.draft_candidates import draft_distribution, fi
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
 from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.variants import check_late_start
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import DecoderAction
@@ -41,6 +42,11 @@ class NestedDrafter(Drafter):
         self.exits = exits
         self.confidence = confidence
         self.rule = rule
+
+    def prepare(self, sequence: Sequence) -> None:
+        model = sequence.model(DRAFT)
+        if self.layers(model.spec.num_layers):
+            check_late_start(model)
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
