@@ -339,15 +339,18 @@ def test_logs_are_json(llm: Any) -> None:
     assert line["completion_tokens"] <= 3 and line["decoder"] == "autoregressive"
 
 
-@pytest.mark.parametrize(("drain", "whole"), [(10.0, True), (0.1, False)])
-def test_a_shutdown_drains_and_then_cancels(slow: Any, drain: float, whole: bool) -> None:
+@pytest.mark.parametrize(("drain", "stream"), [(10.0, False), (0.1, False), (0.1, True)])
+def test_a_shutdown_drains_and_then_cancels(
+    slow: Any, drain: float, stream: bool, caplog: Any
+) -> None:
+    whole = drain > 1
     body = {"prompt": "abc", "max_tokens": 25 if whole else 3000, "ignore_eos": True}
     answers: list[Any] = []
     with LiveServer(slow, settings(drain_seconds=drain)) as server, client(server) as http:
 
         def ask() -> None:
             try:
-                answers.append(http.post("/v1/completions", json=body))
+                answers.append(http.post("/v1/completions", json={**body, "stream": stream}))
             except httpx.HTTPError:
                 pass
 
@@ -357,10 +360,12 @@ def test_a_shutdown_drains_and_then_cancels(slow: Any, drain: float, whole: bool
         server.stop()
         thread.join()
     [answer] = answers
+    assert answer.status_code == (200 if whole or stream else 503)
     if not whole:
+        last = answer.text.rpartition("data: ")[2]
         error = {"message": "the server is shutting down", "param": None, "code": None}
-        assert error.items() <= answer.json()["error"].items()
-    assert answer.status_code == (200 if whole else 503)
+        assert error.items() <= json.loads(last)["error"].items()
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
     assert_clean(slow)
 
 

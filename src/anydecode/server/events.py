@@ -95,7 +95,7 @@ class EventStream(Response):
                 send_start = None
         except Exception as error:
             api_failure = api_error(error)
-            if api_failure.status >= 500:
+            if api_failure.status >= 500 and api_failure is not error:
                 log.exception("a stream failed")
             await send(
                 {

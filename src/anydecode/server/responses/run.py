@@ -131,7 +131,7 @@ class ResponseRun:
             response = await build(self.chat_run.run.num_values, finish)
         except Exception as error:
             failure = api_error(error)
-            if failure.status >= 500:
+            if failure.status >= 500 and failure is not error:
                 log.exception("a response failed")
             code = failure.code or "server_error"
             fields = {"code": code, "message": failure.message, "param": failure.param}
