@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework import rejection
 from anydecode.errors import MissingPackageError
 from anydecode.sampling.preset import SamplerPreset
+from anydecode.sampling.sampler import Sampler
 
 load_oracle_tests()  # registers the measures, whichever test runs first
 
@@ -106,6 +109,19 @@ def ignore_parameter(monkeypatch: pytest.MonkeyPatch, key: str, name: str) -> No
         return entry.build(**given)
 
     monkeypatch.setitem(catalogue.entries(), key, replace(entry, build=build))
+
+
+def leave_samplers_unmoved(monkeypatch: pytest.MonkeyPatch, modules: Collection[str]) -> None:
+    """Makes copies of a sampler that these modules take ignore what they are advanced by."""
+    fork = Sampler.fork
+
+    def unmoved(self: Sampler) -> Sampler:
+        copied = fork(self)
+        if Path(sys._getframe(1).f_code.co_filename).stem in modules:
+            monkeypatch.setattr(copied, "advance", lambda token: None)
+        return copied
+
+    monkeypatch.setattr(Sampler, "fork", unmoved)
 
 
 #: Mistakes in the rejection rule: from the target's distribution p, the draft's q and a draft to

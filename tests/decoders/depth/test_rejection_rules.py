@@ -25,6 +25,7 @@ from anydecode.decoders.framework.sampled_chains import sampled_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring.tree import TokenTree
+from certificates import assert_rejected, leave_samplers_unmoved
 
 
 def layered_llm() -> LLM:
@@ -104,6 +105,29 @@ def test_every_draft_has_the_distribution_that_it_was_sampled_from(
     assert len(drafted) == sum(len(drafts) for drafts, _ in chains) > 0
     for token, row in drafted:
         assert row.sum() == pytest.approx(1) and row[token] > 0
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("key", ["kangaroo", "eesd"])
+def test_certificates_reject_distributions_of_the_next_position(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(drafts: list[int], rows: list[np.ndarray] | None) -> TokenTree:
+        return sampled_chain(drafts, rows and rows[1:] + rows[:1])
+
+    monkeypatch.setattr(self_speculation, "sampled_chain", shifted)
+    assert_rejected(key)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("key", ["layerskip", "del", "specbound", "kangaroo", "eesd", "swift"])
+def test_certificates_reject_drafts_without_the_penalties_of_earlier_ones(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's copy of the sampler is not advanced by its drafts."""
+    files = ("layerskip", "del_", "specbound", "exit_drafts", "swift")
+    leave_samplers_unmoved(monkeypatch, files)
+    assert_rejected(key)
 
 
 @pytest.mark.parametrize("key", KEYS)

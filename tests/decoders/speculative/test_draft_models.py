@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -18,9 +15,8 @@ from anydecode.memory.pool import KVPool
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.self_drafts import open_draft, select_layers
-from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.tree import ROOT
-from certificates import assert_rejected
+from certificates import assert_rejected, leave_samplers_unmoved
 from tiny_models import hf_model, own_model
 
 KEYS = (
@@ -75,15 +71,7 @@ def test_certificates_reject_chains_without_the_penalties_of_earlier_drafts(
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     """The drafter's copy of the sampler is not advanced by its drafts."""
-    fork = Sampler.fork
-
-    def unmoved(self: Sampler) -> Sampler:
-        copied = fork(self)
-        if Path(sys._getframe(1).f_code.co_filename).stem in DRAFTING_FILES:
-            monkeypatch.setattr(copied, "advance", lambda token: None)
-        return copied
-
-    monkeypatch.setattr(Sampler, "fork", unmoved)
+    leave_samplers_unmoved(monkeypatch, DRAFTING_FILES)
     assert_rejected(key)
 
 

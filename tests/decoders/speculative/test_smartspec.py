@@ -48,8 +48,15 @@ def test_a_rate_that_starts_elsewhere_is_rejected(monkeypatch: pytest.MonkeyPatc
     assert_rejected("smartspec")
 
 
-def test_counts_that_do_not_fade_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smartspec, "OWN_ROUNDS", 1000)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("OWN_ROUNDS", 1000), ("OWN_ROUNDS", 12), ("SHARED_ROUNDS", 60), ("SHARED_WEIGHT", 3.0)],
+)
+def test_counts_that_fade_or_weigh_otherwise_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    monkeypatch.setattr(smartspec, name, value)
     assert_rejected("smartspec")
 
 

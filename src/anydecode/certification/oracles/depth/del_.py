@@ -18,6 +18,7 @@ from anydecode.certification.oracles.depth.layerskip import (
     repeats,
     traced,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks, same_layers
 from anydecode.certification.rounds import TracedRound, plain_token, rounds
 from anydecode.certification.tiny import tiny_model
 from anydecode.models.network import Network
@@ -33,6 +34,7 @@ Facts = tuple[int | None, int | None, list[int]]
 def dynamic_exits() -> Iterator[Check]:
     """The exit and the length of each round have the most expected tokens per layer, by decayed
     rates of agreement of all layers; a draft ends at a token below the exit's threshold."""
+    yield from penalty_checks("del", same_layers)
     for temperature in (0.0, 0.8):
         chosen: set[tuple[int, int]] = set()
         wrong = again = shortened = 0

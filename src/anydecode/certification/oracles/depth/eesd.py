@@ -8,7 +8,11 @@ from functools import partial
 from random import Random
 
 from anydecode.certification.checks import Check, oracle_test
-from anydecode.certification.oracles.depth.exit_drafts import exit_checks, exit_rejection_checks
+from anydecode.certification.oracles.depth.exit_drafts import (
+    exit_checks,
+    exit_penalty_checks,
+    exit_rejection_checks,
+)
 
 MEMORY, WEIGHT = 0.95, 5.0
 
@@ -42,6 +46,7 @@ class _Posterior:
 def eesd() -> Iterator[Check]:
     """Up to eight drafts of the first layers and the trained one, by Thompson sampling. Samples
     under the rejection rule follow the target."""
+    yield from exit_penalty_checks("eesd", has_mlp=True)
     for decoder, is_calibrated in (("eesd", False), ("eesd:control=calibration", True)):
         yield from exit_checks(decoder, 8, partial(_Posterior, is_calibrated), sharpness=2.0)
     yield from exit_rejection_checks("eesd", has_mlp=True)

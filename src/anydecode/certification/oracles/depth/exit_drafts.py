@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from anydecode.certification.checks import Check
 from anydecode.certification.chi_square import VOCABULARY
 from anydecode.certification.oracles.depth.layerskip import repeats
 from anydecode.certification.oracles.speculative.bandit import ExitForward
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.rejection_rules import (
     network_script,
     rejection_checks,
@@ -88,12 +90,34 @@ def exit_checks(
         )
 
 
-def exit_rejection_checks(
-    key: str, *, has_mlp: bool, residual: float = 0.5, **parameters: Any
-) -> Iterator[Check]:
+def same_exit(target: Network, *, has_mlp: bool) -> Checkpoint:
+    """An exit whose layer adds nothing, before the target's head."""
+    checkpoint = early_exit_checkpoint(target, after=EXIT, has_mlp=has_mlp)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name not in ("d2t", "t2d", "lm_head.weight")
+    }
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        if (weight := f"exit_layer.{name}.weight") in tensors:
+            tensors[weight] = np.zeros_like(tensors[weight])
+    tensors["exit_norm.weight"] = np.ones_like(tensors["exit_norm.weight"])
+    return replace(checkpoint, tensors=tensors)
+
+
+def exit_penalty_checks(decoder: str, *, has_mlp: bool) -> Iterator[Check]:
+    """Checks of penalties with a target whose layers add nothing, and an exit that is the same."""
+    drafter = partial(same_exit, has_mlp=has_mlp)
+    options: dict[str, Any] = {"residual": 0.0, "vocabulary": VOCABULARY}
+    yield from penalty_checks(
+        decoder, partial(with_drafter, drafter, cache_positions=1024, **options)
+    )
+
+
+def exit_rejection_checks(key: str, *, has_mlp: bool, **parameters: Any) -> Iterator[Check]:
     """Checks of the rejection rule with a target over five tokens whose later layers change what
     the exit drafts."""
-    options: dict[str, Any] = {"layers": 4, "residual": residual, "vocabulary": VOCABULARY}
+    options: dict[str, Any] = {"layers": 4, "residual": 0.3, "vocabulary": VOCABULARY}
     drafter = partial(early_exit_checkpoint, after=EXIT, has_mlp=has_mlp)
     yield from rejection_checks(
         key,

@@ -10,6 +10,7 @@ import numpy as np
 
 from anydecode.api.llm import LLM
 from anydecode.certification.checks import Check, oracle_test
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks, same_layers
 from anydecode.certification.rounds import (
     VOCABULARY,
     Logits,
@@ -50,6 +51,7 @@ def early_logits(seen: tuple[int, ...], layers: int, target: Logits = TARGET) ->
 def layerskip() -> Iterator[Check]:
     """Up to four tokens are sampled from the first third of the layers, with the target's noise;
     the remaining layers verify them, and no layer runs twice for a token."""
+    yield from penalty_checks("layerskip", same_layers)
     for temperature in (0.0, 0.8):
         wrong = num_accepted = num_rejected = repeated = num_short = 0
         for prompt in PROMPTS:

@@ -20,6 +20,7 @@ from anydecode.certification.oracles.depth.layerskip import (
     traced,
 )
 from anydecode.certification.oracles.speculative.forward_pass import Forward
+from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks, same_layers
 from anydecode.certification.rounds import TracedRound, plain_token, rounds, wordy
 from anydecode.certification.tiny import tiny_model
 from anydecode.models.exit_files import model_fingerprint
@@ -34,6 +35,7 @@ TARGET = wordy(spread=3.35)
 def specbound() -> Iterator[Check]:
     """A draft leaves at the first exit whose annealed confidence is .7 or more. One that leaves at
     none ends the draft. Pending tokens go deeper together, and no layer runs twice for a token."""
+    yield from penalty_checks("specbound:threshold=0", same_layers)
     for temperature in (0.0, 0.8):
         wrong = wrong_rows = num_hard = num_bounded = num_joined = cut = 0
         depths: set[int] = set()

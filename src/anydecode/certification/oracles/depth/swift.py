@@ -18,6 +18,10 @@ from anydecode.certification.oracles.depth.skipped_parts import (
     copied,
     record_passes,
 )
+from anydecode.certification.oracles.speculative.penalised_drafts import (
+    penalty_checks,
+    same_layers,
+)
 from anydecode.certification.oracles.speculative.rejection_rules import (
     network_script,
     rejection_checks,
@@ -39,6 +43,7 @@ ALL_SETS: list[Skipped] = [frozenset(one) for one in combinations(SUBLAYERS, BUD
 def swift() -> Iterator[Check]:
     """Each round scores a set on the first 32 tokens; the best one drafts a chain with siblings.
     Samples under the rejection rule follow the target, through trees of several levels."""
+    yield from penalty_checks("swift:threshold=0,size=4", same_layers)
     for temperature in (0.0, 0.8):
         model = tiny_model(layers=LAYERS, residual=0.25)
         replay = _Replay(model.network, temperature)
@@ -61,7 +66,7 @@ def swift() -> Iterator[Check]:
         yield Check(f"trees have several levels, {where}", max(depths) > 1, f"{depths}")
         count = accepted(traces)
         yield Check(f"drafts are accepted, {where}", count > 10, f"{count}")
-    options: dict[str, Any] = {"layers": LAYERS, "residual": 0.5, "vocabulary": VOCABULARY}
+    options: dict[str, Any] = {"layers": LAYERS, "residual": 0.3, "vocabulary": VOCABULARY}
 
     def open_llm() -> LLM:
         return LLM(tiny_model(**options), tokenizer=ByteTokenizer(), cache_positions=8192)

@@ -3,7 +3,7 @@ rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -14,6 +14,8 @@ from anydecode.certification.rounds import TracedRound, scripted, traced_rounds,
 
 PROMPTS = ("abcabcabd", "the cab had a bad cab and the cab had", "aaaaaaaa")
 MAX_DRAFTS = 8
+#: The cost of a pass by its rows and its context.
+Seconds = Callable[[int, int], float]
 
 
 def seconds(rows: int, context: int) -> float:
@@ -44,11 +46,12 @@ def smartspec() -> Iterator[Check]:
             with scripted(wordy(spread=2.0, echo=5)) as llm:
                 llm.cost_model = FixedCosts(seconds)
                 traces = traced_rounds(llm, "smartspec", prompts, 80, temperature=temperature)
-            wrong, sizes = _replay(traces)
+            wrong, sizes = _replay(traces, seconds, MAX_DRAFTS)
             where = f"{len(prompts)} sequences, T={temperature}"
             yield Check(f"draft lengths equal the replay, {where}", wrong == 0, f"{sizes}")
             num_accepted = sum(len(one.accepted) for trace in traces for one in trace)
             yield Check(f"drafts are accepted, {where}", num_accepted > 0, f"{num_accepted}")
+    yield from _many_lengths()
     alone, two, three = sizes[:3]
     is_shorter = alone >= two >= three < alone
     yield Check("sequences that join shorten the drafts", is_shorter, f"{sizes[:3]}")
@@ -59,7 +62,26 @@ def smartspec() -> Iterator[Check]:
     yield from rejection_checks("smartspec", prompt=REPEATING, fixed=1.0, per_row=0.0)
 
 
-def _replay(traces: list[list[TracedRound]]) -> tuple[int, list[int]]:
+def _many_lengths() -> Iterator[Check]:
+    """With cheap rows and long drafts, small differences of the rates are other lengths."""
+
+    def linear(rows: int, context: int) -> float:
+        return 1 + 0.04 * rows
+
+    for temperature in (0.0, 0.8):
+        with scripted(wordy(spread=2.0, echo=5)) as llm:
+            llm.cost_model = FixedCosts(linear)
+            key = "smartspec:max_drafts=30"
+            traces = traced_rounds(llm, key, PROMPTS, 240, temperature=temperature)
+        wrong, sizes = _replay(traces, linear, 30)
+        detail = f"{len(set(sizes))} lengths"
+        name = f"draft lengths equal the replay, many lengths, T={temperature}"
+        yield Check(name, wrong == 0 and len(set(sizes)) > 4, detail)
+
+
+def _replay(
+    traces: list[list[TracedRound]], seconds: Seconds, max_drafts: int
+) -> tuple[int, list[int]]:
     """The number of drafts that differ from the oracle's, and the lengths chosen. All sequences
     share the time per draft and the history of all rounds."""
     running: list[_Running] = []
@@ -83,7 +105,9 @@ def _replay(traces: list[list[TracedRound]]) -> tuple[int, list[int]]:
                 if one.num_rounds == len(one.trace):
                     running.remove(one)
                     continue
-            goodputs = [_goodput(running, shared, k, per_draft) for k in range(MAX_DRAFTS + 1)]
+            goodputs = [
+                _goodput(running, shared, k, per_draft, seconds) for k in range(max_drafts + 1)
+            ]
             if max(goodputs) > 1.02 * goodputs[one.size]:
                 one.size = goodputs.index(max(goodputs))
             sizes.append(one.size)
@@ -102,7 +126,11 @@ def _rate(history: Seq[tuple[int, int]], memory: int, first: float, weight: floa
 
 
 def _goodput(
-    running: list[_Running], shared: Seq[tuple[int, int]], size: int, per_draft: float
+    running: list[_Running],
+    shared: Seq[tuple[int, int]],
+    size: int,
+    per_draft: float,
+    seconds: Seconds,
 ) -> float:
     """All rates are equally probable at first: their mean is that of two drafts, one accepted."""
     first = _rate(shared, 50, 0.5, 2)
