@@ -17,7 +17,9 @@ def test_certificate() -> None:
     assert_certified("prompt-lookup")
 
 
-@pytest.mark.parametrize("defaults", [{"size": 8}, {"max_ngram": 4}, {"min_ngram": 2}], ids=str)
+@pytest.mark.parametrize(
+    "defaults", [{"size": 8}, {"max_ngram": 4}, {"max_ngram": 2}, {"min_ngram": 2}], ids=str
+)
 def test_certificate_rejects_other_defaults(
     monkeypatch: pytest.MonkeyPatch, defaults: dict[str, Any]
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from anydecode.certification.oracles.speculative import token_recycling as oracle
 from anydecode.certification.rounds import accepted, rounds, scripted, wordy
+from anydecode.decoders.speculative import token_recycling
 from anydecode.decoders.speculative.static_trees import WorthwhileTree
 from anydecode.decoders.speculative.token_recycling import TokenRecyclingDrafter
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
@@ -29,6 +31,15 @@ def test_certificate_rejects_the_same_tree_at_any_cost(
 
 def test_certificate_rejects_rates_that_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorthwhileTree, "rates", property(lambda self: self.priors))
+    assert_rejected("token-recycling")
+
+
+def test_certificate_rejects_another_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaf hangs on another node of its level, in the tree that is filled and in the oracle's
+    copy."""
+    tree = [*token_recycling.PUBLISHED[:-1], (0, 0, 0, 0, 1, 0)]
+    for module in (token_recycling, oracle):
+        monkeypatch.setattr(module, "PUBLISHED", tree)
     assert_rejected("token-recycling")
 
 

@@ -10,6 +10,8 @@ from anydecode.certification.oracles.speculative.copied_chains import PROMPTS, c
 
 #: A prompt whose last three tokens occurred later than its last four.
 LONGER_MATCH = "abcde xbcdy abcd"
+#: A prompt whose last two tokens occurred later than its last three.
+SHORTER_MATCH = "abcd xbcy abc"
 
 
 @oracle_test("prompt-lookup")
@@ -23,4 +25,4 @@ def prompt_lookup() -> Iterator[Check]:
                     return text[start + n : start + n + 7]
         return []
 
-    yield from compare_chains("prompt-lookup", oracle, (*PROMPTS, LONGER_MATCH))
+    yield from compare_chains("prompt-lookup", oracle, (*PROMPTS, LONGER_MATCH, SHORTER_MATCH))

@@ -15,6 +15,14 @@ from anydecode.certification.oracles.speculative.worthwhile_trees import Worthwh
 from anydecode.certification.rounds import TracedRound, accepted, rounds, scripted, wordy
 from anydecode.decoders.speculative.token_recycling import PUBLISHED
 
+#: The published tree by the number of children of each node, which is named by its rank path.
+CHILDREN = (
+    "0:8 1:4 2:3 3:2 4:1 5:1 6:1 7:1"
+    " 00:8 01:3 02:2 03:1 04:1 05:1 06:1 07:1 10:2 11:1 20:1 30:1 40:1 50:1"
+    " 000:5 001:2 002:1 003:1 004:1 010:1 020:1 100:1 200:1 300:1"
+    " 0000:3 0001:1 0002:1 0010:1 0100:1 1000:1 00000:2 00010:1"
+)
+
 
 @oracle_test("token-recycling")
 def token_recycling() -> Iterator[Check]:
@@ -26,6 +34,10 @@ def token_recycling() -> Iterator[Check]:
         "the published tree has 8, 21, 25, 15, 8 and 3 nodes on its levels",
         [levels[depth] for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3],
     )
+    numbers = [("", 8), *(_node(part) for part in CHILDREN.split())]
+    paths = {f"{parent}{rank}" for parent, count in numbers for rank in range(count)}
+    is_equal = {"".join(map(str, path)) for path in PUBLISHED} == paths
+    yield Check("the published tree has its nodes' numbers of children", is_equal)
     yield from _compare("token-recycling:tree=published", is_whole=True)
     yield from _compare("token-recycling", is_whole=False)
 
@@ -56,6 +68,12 @@ def _compare(key: str, is_whole: bool) -> Iterator[Check]:
     yield Check(f"{key}: drafts are accepted", accepted(trace) > 0, f"{accepted(trace)}")
     if not is_whole:
         yield Check("the number of nodes follows the rates", len(sizes) > 1, f"{sorted(sizes)}")
+
+
+def _node(part: str) -> tuple[str, int]:
+    """A node's rank path and its number of children."""
+    path, _, count = part.partition(":")
+    return path, int(count)
 
 
 def _follow(matrix: dict[int, list[int]], token: int, ranks: tuple[int, ...]) -> list[int]:
