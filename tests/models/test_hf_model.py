@@ -27,6 +27,7 @@ from transformers import (
 from anydecode.api.llm import LLM
 from anydecode.errors import AnydecodeError, CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
+from anydecode.models.families import spec_from_config
 from anydecode.models.hf import HuggingFaceModel
 from model_files import tokenizer_json
 from tiny_models import hf_logits, hf_model
@@ -255,7 +256,14 @@ def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_s
         message = str(caught.value)
         assert name in message and "\n" not in message
         assert "; transformers has it, with fewer guarantees: backend='transformers'" in message
-        assert "; supported are " in message
+        assert "; supported are the " in message and "docs/guides/models.md" in message
+        assert len(message) < 400, message
+
+
+def test_an_error_names_the_model_types_that_are_close() -> None:
+    for name, close in (("qwen3_mo", "qwen3_moe"), ("granitemoeshare", "granitemoeshared")):
+        with pytest.raises(CheckpointError, match=f"close to it are .*{close}"):
+            spec_from_config({"model_type": name})
 
 
 def test_an_unsupported_architecture_of_gguf_has_advice(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
+
+#: How many names an error lists.
+_SHORT = 12
 
 
 def advice(model_type: Any) -> str:
@@ -21,12 +25,23 @@ def advice(model_type: Any) -> str:
 
 def unsupported(what: str, model_type: Any, supported: Iterable[str]) -> str:
     """The message for a model without an implementation here: `what` it is, whether the installed
-    `transformers` has it, and what is supported. The last may be cut."""
+    `transformers` has it, and what is supported."""
     hint = advice(model_type)
     if not hint and find_spec("transformers") is None:
         hint = "whether transformers has it is not known, because it is not installed"
     hint = hint or "transformers has no causal model of this type either"
-    return f"{what} is not supported; {hint}; supported are {', '.join(supported)}"
+    return f"{what} is not supported; {hint}; {listed(model_type, supported)}"
+
+
+def listed(name: Any, supported: Iterable[str]) -> str:
+    """What is supported: all of it if that is short, else where the docs list it, and the names
+    that are close to `name`."""
+    names = list(supported)
+    if len(names) <= _SHORT:
+        return f"supported are {', '.join(names)}"
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.7)
+    near = f"; close to it are {', '.join(close)}" if close else ""
+    return f"supported are the {len(names)} that docs/guides/models.md lists{near}"
 
 
 def quantization_advice(method: Any) -> str:

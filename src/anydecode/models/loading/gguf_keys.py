@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.advice import advice
+from anydecode.models.families.advice import advice, listed
 from anydecode.models.families.dispatch import find_family
 from anydecode.models.limits import MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
@@ -161,7 +161,7 @@ class Keys:
                 hint = f" (of a folder with safetensors, {advised})"
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported"
-                f"{hint}; supported are {', '.join(sorted(ARCHITECTURES))}"
+                f"{hint}; {listed(self.architecture, sorted(ARCHITECTURES))}"
             )
 
     def get(self, key: str, default: Any = _MISSING) -> Any:
