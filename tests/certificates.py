@@ -129,7 +129,10 @@ def leave_samplers_unmoved(monkeypatch: pytest.MonkeyPatch, modules: Collection[
 WRONG_RULES: dict[str, Callable[[np.ndarray, np.ndarray, int], tuple[float, np.ndarray]]] = {
     "all drafts": lambda p, q, token: (1.0, p),
     "more probable drafts": lambda p, q, token: (float(p[token] >= q[token]), np.maximum(p - q, 0)),
-    "drafts by q / p": lambda p, q, token: (min(1.0, q[token] / p[token]), np.maximum(p - q, 0)),
+    "drafts by q / p": lambda p, q, token: (
+        min(1.0, q[token] / max(p[token], 1e-9)),
+        np.maximum(p - q, 0),
+    ),
     "tokens of p after a rejection": lambda p, q, token: (min(1.0, p[token] / q[token]), p),
 }
 
