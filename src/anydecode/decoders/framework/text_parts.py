@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 #: Texts are kept in this many parts, the oldest of which is dropped when memory is full.
 NUM_PARTS = 8
+#: Tokens are appended together, one for each so many bytes of memory: far less than a part.
+_BYTES_PER_TOKEN = 1 << 17
 
 
 class TextPart(Protocol):
@@ -48,12 +50,13 @@ class TextParts(Generic[P]):
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append `tokens` to the text."""
-        parts = self.parts
-        for token in tokens:
+        parts, text = self.parts, list(tokens)
+        count = max(1, self.memory // _BYTES_PER_TOKEN)
+        for first in range(0, len(text), count):
             if not parts or parts[-1].num_bytes * NUM_PARTS >= self.memory:
                 self._earlier_bytes = self.num_bytes
                 parts.append(self._make())
-            parts[-1].extend((token,))
+            parts[-1].extend(text[first : first + count])
             while self.num_bytes > self.memory:
                 dropped = parts.popleft()
                 self._earlier_bytes -= dropped.num_bytes if parts else self._earlier_bytes
