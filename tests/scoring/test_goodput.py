@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.engine.costs import VERSION_PASSES
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring import goodput
 from anydecode.scoring.goodput import token_weights
@@ -110,5 +111,19 @@ def test_costs_of_passes_are_shared_and_follow_corrections() -> None:
     assert costs.pass_seconds(3, 2, 70, width=2) == expected == costs.pass_seconds(3, 2, 120, 2)
     assert calls == [3, 5, 7]
     costs.cost = lambda rows, context: 1.0
-    found = [costs.pass_seconds(3, 2, 70, width=2) for _ in range(40)]
-    assert found[0] == expected and found[-1] == (1.0, 1.0, 1.0)
+    assert costs.pass_seconds(3, 2, 70, width=2) == expected
+    costs.version = lambda: 1  # type: ignore[method-assign]
+    assert costs.pass_seconds(3, 2, 70, width=2) == (1.0, 1.0, 1.0)
+
+
+def test_the_costs_of_an_engine_follow_the_passes_that_it_runs() -> None:
+    model = ScriptedModel(lambda text: np.eye(32)[1], vocab_size=32)
+    with LLM(model, tokenizer=ByteTokenizer()) as llm:
+        costs, before = llm.cost_model, llm.cost_model.pass_seconds(1, 1, 0)
+        for _ in range(VERSION_PASSES - 1):
+            costs.record(1, 0, 2 * before[0])
+        assert costs.pass_seconds(1, 1, 0) == before
+        costs.record(1, 0, 2 * before[0])
+        after = costs.pass_seconds(1, 1, 0)
+    assert all(one > other for one, other in zip(after, before, strict=True))
+    assert after == tuple(costs.seconds(rows, 32) for rows in (1, 2))

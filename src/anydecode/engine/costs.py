@@ -152,6 +152,9 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
 
 #: Weight of a step in the average of what steps take beside their passes, if it took longer.
 HOST_RATE = 0.05
+#: Costs are computed anew after so many recorded passes, each of which corrects them by no more than
+#: a twentieth of its deviation (`CostCorrection`).
+VERSION_PASSES = 16
 
 
 class EngineCostModel(CostModel):
@@ -163,15 +166,24 @@ class EngineCostModel(CostModel):
         self._model = model
         self._table: CostTable | None = None
         self._correction = CostCorrection()
+        self._num_recorded = 0  # passes
         self._host_seconds = 0.0  # per sequence
         engine.on_pass = self.on_pass
 
     def seconds(self, rows: int, context: int) -> float:
-        if self._table is None:
-            if not self._engine.is_between_passes:
-                return default_table().seconds(rows, context)
+        table = self._measured()
+        if table is None:
+            return default_table().seconds(rows, context)
+        return table.seconds(rows, context) * self._correction(rows)
+
+    def _measured(self) -> CostTable | None:
+        """The measured table; None while it cannot be measured."""
+        if self._table is None and self._engine.is_between_passes:
             self._table = load(self._model)
-        return self._table.seconds(rows, context) * self._correction(rows)
+        return self._table
+
+    def version(self) -> int:
+        return 0 if self._measured() is None else 1 + self._num_recorded // VERSION_PASSES
 
     def num_others(self) -> int:
         return max(0, len(self._engine.running) - 1)
@@ -189,6 +201,7 @@ class EngineCostModel(CostModel):
         """Record the duration of a pass over `rows` rows that attend to `context` positions."""
         if self._table is not None:
             self._correction.record(rows, seconds / self._table.seconds(rows, context))
+            self._num_recorded += 1
 
     def on_pass(self, plan: Plan, seconds: float) -> None:
         """Record the duration of a step. Prompts (few logits for many rows) and multi-step passes

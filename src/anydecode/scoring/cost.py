@@ -14,9 +14,9 @@ from typing import Any
 
 #: Default cost of one more row, as a fraction of a pass over one row.
 DEFAULT_ROW_COST = 0.1
-#: The positions for which the costs of several passes are computed together, the number of such
-#: costs that are kept, and that of their uses.
-COST_CONTEXT, MAX_COSTS, COSTS_USES = 64, 256, 16
+#: The positions for which the costs of several passes are computed together, and the number of such
+#: costs that are kept.
+COST_CONTEXT, MAX_COSTS = 64, 256
 
 
 class CostModel(ABC):
@@ -49,12 +49,16 @@ class CostModel(ABC):
         one has ended."""
         return 0.0
 
+    def version(self) -> int:
+        """Returns a number, 0 or more, that changes after costs have changed."""
+        return 0
+
     def pass_seconds(
         self, rows: int, num_drafts: int, context: int, width: int = 1
     ) -> tuple[float, ...]:
         """Returns the durations of passes with 0 to `num_drafts` drafts, in seconds. They never
-        fall. All callers share what was computed for about as many positions; it is computed anew
-        now and then, so that it follows corrections of the costs.
+        fall. All callers share what was computed for about as many positions, until costs change
+        (`version`).
 
         Args:
             rows: Number of rows without drafts.
@@ -63,20 +67,21 @@ class CostModel(ABC):
             width: Number of rows of each draft.
         """
         key = rows, num_drafts, context // COST_CONTEXT, width
-        uses, costs = self._pass_seconds.get(key, (0, ()))
-        if not uses:
+        version = self.version()
+        known, costs = self._pass_seconds.get(key, (-1, ()))
+        if known != version:
             positions = key[2] * COST_CONTEXT + COST_CONTEXT // 2
             counts = range(rows, rows + width * num_drafts + 1, width)
             # Corrections of two sizes may make more rows look cheaper, which they never are.
             costs = tuple(accumulate((self.seconds(n, positions) for n in counts), max))
             if len(self._pass_seconds) > MAX_COSTS:
                 self._pass_seconds.clear()
-        self._pass_seconds[key] = (uses + 1) % COSTS_USES, costs
+            self._pass_seconds[key] = version, costs
         return costs
 
     @cached_property
     def _pass_seconds(self) -> dict[tuple[int, int, int, int], tuple[int, tuple[float, ...]]]:
-        """The durations by the arguments of `pass_seconds`, with the number of their uses."""
+        """The durations by the arguments of `pass_seconds`, with the version of the costs."""
         return {}
 
 
