@@ -89,6 +89,7 @@ class SequenceData:
         num_cached_tokens: Prompt tokens taken from the target's prefix cache.
         token_weight: What a token of it saves in the last multi-step pass with others, relative to
             their mean, at most 1 (`scoring.goodput.token_weights`).
+        needs_weight: Whether the engine is to set `token_weight`.
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.
@@ -125,6 +126,7 @@ class SequenceData:
     num_rows: int = 0
     num_cached_tokens: int = 0
     token_weight: float = 1.0
+    needs_weight: bool = False
     trace: list[dict[str, Any]] | None = None
     tokenizers: dict[str, Any] = field(default_factory=dict)
     cost_model: CostModel = DEFAULT_COSTS

@@ -333,27 +333,27 @@ class _Session:
         drafts copies for all of them with one budget. Where this has saved less than preparing it
         takes, it is tried now and then."""
         sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
-        rates = [source.rates for source in self.sources]
+        is_traced = sequence.trace is not None
         if self.model is not None:
             self.model.pause(True)
         while not sequence.finished and (num_others := cost_model.num_others()):
-            room, drafts, seconds = min(MAX_BURST_TOKENS, sequence.remaining), None, 0.0
-            start_time = perf_counter()
-            min_useful = self._min_shared_probability(num_others)
-            if not self._num_to_skip and any(min_useful < max(one.bounds) for one in rates):
+            room, drafts = min(MAX_BURST_TOKENS, sequence.remaining), None
+            start_time = perf_counter() if is_traced or not self._num_to_skip else 0.0
+            if self._num_to_skip:
+                self._num_to_skip -= 1
+            elif self._may_share(num_others):
                 # A backend's drafts take no time but their rows', and need no minimum gain.
                 costs = np.array(self._shared_costs)
                 given = self._texts(room), costs, 1.0, MIN_PROBABILITY
                 drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
                 seconds = perf_counter() - start_time
-            else:
-                self._num_to_skip = max(0, self._num_to_skip - 1)
-                self._has_skipped = True
+            self._has_skipped |= drafts is None
+            sequence.needs_weight = not self._num_to_skip
             request = sequence.multi_step(room, drafts, is_single=True)
             tokens = yield request
             if self.model is not None:
                 self.model.skip(len(tokens))
-            if sequence.trace is not None:
+            if is_traced:
                 if drafts is not None and drafts.rows:
                     self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
                 else:
@@ -367,9 +367,8 @@ class _Session:
                 if not decoder.shares_bursts:
                     return
 
-    def _min_shared_probability(self, num_others: int) -> float:
-        """The least probability of a draft of this sequence that saves time in a pass beside so
-        many others."""
+    def _may_share(self, num_others: int) -> bool:
+        """Whether a draft of this sequence may save time in a pass beside so many others."""
         length = self.sequence.length
         key = (num_others, length // COST_TOKENS)
         if key != self._shared_key:
@@ -377,7 +376,8 @@ class _Session:
             costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, length)
             self._shared_costs, self._shared_key = costs, key
             self._min_shared = min_useful_probability(costs, num_others, 1.0)
-        return self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
+        min_useful = self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
+        return any(min_useful < max(source.rates.bounds) for source in self.sources)
 
     def _texts(self, room: int) -> list[CopyText]:
         """The texts that the backend copies from, the first with room for so many tokens. The
