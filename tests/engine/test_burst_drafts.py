@@ -172,7 +172,7 @@ TOGETHER = [*PROMPTS, "abc abd abc abd abc", "tick tock tick"]
 def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto, "MIN_SHARED_GAIN", -1e9)  # all bursts have drafts
+    monkeypatch.setattr(auto, "MIN_DRAFTED", -1.0)  # all bursts have drafts
     found, apart, unweighted = [], [], []
     for temperature in (0.0, 0.3, 0.7):
         options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 120}
@@ -202,6 +202,22 @@ def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     num_apart = sum(one != other for one, other in zip(found, apart, strict=True))
     num_unweighted = sum(one != other for one, other in zip(found, unweighted, strict=True))
     assert num_apart and num_unweighted
+
+
+def test_bursts_in_company_rarely_ask_for_drafts_that_are_rarely_useful(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 200}
+    asked, texts = [], []
+    for least in (-1.0, 2.0):  # all drafts are often enough useful, or none
+        monkeypatch.setattr(auto, "MIN_DRAFTED", least)
+        with native_llm() as llm, recorded_calls(llm) as calls:
+            llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
+            answers = llm.generate(TOGETHER, decoder="auto", **options)
+        texts.append([answer.tokens for answer in answers])
+        asked.append(sum(bool(one.drafts.texts) for bursts in calls for one in bursts))
+    assert texts[0] == texts[1]
+    assert 0 < asked[1] < 0.7 * asked[0]
 
 
 def test_a_match_may_reach_the_end_of_an_earlier_text() -> None:

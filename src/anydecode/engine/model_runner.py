@@ -233,12 +233,11 @@ class ModelRunner:
             spec.interrupt = self.interrupt
             max_passes = self._max_steps(len(spans))
             has_drafts = any(span.drafts is not None for span in spans)
-            is_weighed = any(request.sequence.needs_weight for request, _, _ in plan.scheduled)
             context = 0
-            if has_drafts or is_weighed:
+            if has_drafts or any(one.sequence.needs_weight for one, _, _ in plan.scheduled):
                 context = mean_length([request for request, _, _ in plan.scheduled])
-            if is_weighed and len(spans) > 1 and self.cost_model is not None:
-                self._weigh_tokens(plan, context, self.cost_model)
+                if len(spans) > 1 and self.cost_model is not None:
+                    self._weigh_tokens(plan, context, self.cost_model)
             if has_drafts and (len(spans) == 1 or not spec.hidden):
                 self._allow_drafts(plan, spans, context, max_passes)
             else:

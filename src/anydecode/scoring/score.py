@@ -195,7 +195,7 @@ class MultiStep:
         count: Maximum number of tokens.
         score: Returns the request that scores (tokens, number of extra tokens); see
             `Sequence.score`.
-        is_single: Whether that request is the only one, even if it brings fewer tokens.
+        min_count: Number of tokens after which there is no further request; None: `count`.
         sampler: Set on return: the sampler advanced by all sampled tokens but the last, as
             `Sequence.emit` takes it.
     """
@@ -203,7 +203,7 @@ class MultiStep:
     sequence: SequenceData
     count: int
     score: Callable[[list[int], int], ScoreRequest]
-    is_single: bool = False
+    min_count: int | None = None
     sampler: Sampler | None = None
 
     def steps(self) -> Generator[ScoreRequest, Scores, list[int]]:
@@ -215,17 +215,16 @@ class MultiStep:
         inputs = sequence.unscored()
         end_tokens = sequence.stop_checker.end_tokens
         count = 1 if end_tokens is None else min(self.count, sequence.remaining)
+        min_count = count if self.min_count is None else min(self.min_count, count)
         while True:
-            remaining = count - len(tokens)
-            request = self.score(inputs, remaining - 1)
+            request = self.score(inputs, count - len(tokens) - 1)
             scores = yield request
             step_tokens = request.multi_step_tokens or [self._sample(scores, sampler)]
             for token in step_tokens[:-1]:
                 sampler.advance(token)
             tokens += step_tokens
             inputs = step_tokens[-1:]
-            is_full = len(step_tokens) >= remaining or self.is_single
-            if is_full or end_tokens is None or step_tokens[-1] in end_tokens:
+            if len(tokens) >= min_count or end_tokens is None or step_tokens[-1] in end_tokens:
                 self.sampler = sampler
                 return tokens
             sampler.advance(step_tokens[-1])

@@ -327,21 +327,21 @@ class Sequence(SequenceData):
         )
 
     def multi_step(
-        self, count: int, drafts: BurstDrafts | None = None, is_single: bool = False
+        self, count: int, drafts: BurstDrafts | None = None, min_count: int | None = None
     ) -> MultiStep:
         """Returns an action that samples and scores up to `count` tokens in one go.
 
         Args:
             count: Maximum number of tokens.
             drafts: Drafts that the backend may find meanwhile, in a single request.
-            is_single: Whether to return after a single pass of the backend, which may have fewer
-                steps.
+            min_count: Number of tokens after which to return, if a multi-step pass of the backend
+                brings fewer than `count`; 1: it has a single pass. None: `count`, or 1 with drafts.
         """
         return MultiStep(
             self,
             count,
             lambda tokens, extra: self.score(tokens, extra_tokens=extra, drafts=drafts),
-            is_single=is_single or drafts is not None,
+            min_count=min_count if drafts is None else 1,
         )
 
     @property

@@ -89,7 +89,8 @@ class SequenceData:
         num_cached_tokens: Prompt tokens taken from the target's prefix cache.
         token_weight: What a token of it saves in the last multi-step pass with others, relative to
             their mean, at most 1 (`scoring.goodput.token_weights`).
-        needs_weight: Whether the engine is to set `token_weight`.
+        needs_weight: Whether the engine is to set `token_weight` in the next such pass, as it does
+            where there are drafts.
         trace: One entry per decoding round if tracing is on, else None.
         tokenizers: Tokenizers by runner name.
         cost_model: Pass costs and the load of the engine.

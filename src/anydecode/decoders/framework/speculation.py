@@ -265,7 +265,7 @@ def burst(sequence: Sequence, share: DraftShare) -> Decoding:
     """Generate up to `MAX_UNDRAFTED` tokens without drafts in one pass of several steps. Other
     sequences may end it early."""
     start, position, nothing = perf_counter(), sequence.length, TokenTree()
-    request = sequence.multi_step(MAX_UNDRAFTED, is_single=True)
+    request = sequence.multi_step(MAX_UNDRAFTED, min_count=1)
     tokens = yield request
     seconds = (perf_counter() - start) / len(tokens)
     for number, token in enumerate(tokens):

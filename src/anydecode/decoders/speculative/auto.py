@@ -96,16 +96,16 @@ ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Weight of a multi-step burst in company in the average of their numbers of steps, and of a search
 #: for a draft in that of those that find one.
 SHARED_RATE = 0.1
-#: What drafts are first taken to save in a burst in company, in seconds, the weights of a burst in
-#: the averages over one sequence and over all, and the maximum number of bursts between two with
-#: drafts.
-DEFAULT_GAIN, GAIN_RATE, SHARED_GAIN_RATE, MAX_SKIPPED = 0.0002, 0.1, 0.02, 16
-#: What they must save, over the time that preparing them takes. The backend takes about as long
-#: besides, and the tokens that one sequence saves end a pass only where the others save some too.
-MIN_SHARED_GAIN = 4.0
+#: In company, the share of a sequence's bursts in which the backend finds a useful draft: what it
+#: is taken to be at first, the weight of a burst in its average, the least share with which all
+#: bursts ask for drafts, and the maximum number of bursts between two that do with a lower one.
+FIRST_DRAFTED, DRAFTED_RATE, MIN_DRAFTED, MAX_SKIPPED = 0.3, 0.1, 0.2, 16
 #: After so many rounds in company in which the backend has not drafted, only one in
 #: `TRIAL_INTERVAL` asks for it.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
+#: Where no draft in company can save time, at least so many tokens of a sequence are emitted
+#: together, unless it ends, as `multi-step` does.
+MIN_EMITTED = 8
 _EMPTY_TREE = TokenTree()
 
 
@@ -158,7 +158,7 @@ class _Session:
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
-        self._shared_gain = decoder.shared_gain  # seconds that drafts save in a burst in company
+        self._drafted_share = FIRST_DRAFTED  # of bursts in company: those with a useful draft
         self._num_to_skip, self._num_skipped = 0, 1  # bursts in company without drafts
         self._has_skipped = False  # such a burst since the text was read
         # The costs of passes in company, the least probability of a draft that saves time in them,
@@ -208,6 +208,9 @@ class _Session:
         num_others = self.cost_model.num_others()
         if self.model is not None and num_others:
             self.model.pause(True)
+        if num_others and sequence.length - sequence.kv_cache().length > 1:
+            self._seconds_per_sequence = self._plain_seconds(num_others)
+            return _EMPTY_TREE  # before the prompt is scored
         costs = self._pass_costs(num_others)
         max_drafts = min(self.max_drafts, sequence.remaining - 1)
         if (
@@ -330,54 +333,55 @@ class _Session:
 
     def _shared_bursts(self) -> Decoding:
         """Generate tokens in bursts with other sequences, as long as there are some. The backend
-        drafts copies for all of them with one budget. Where this has saved less than preparing it
-        takes, it is tried now and then."""
+        drafts copies for all of them with one budget. Where it has rarely found a useful draft, it
+        is asked for some now and then."""
         sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
-        is_traced = sequence.trace is not None
         if self.model is not None:
             self.model.pause(True)
         while not sequence.finished and (num_others := cost_model.num_others()):
-            room, drafts = min(MAX_BURST_TOKENS, sequence.remaining), None
-            start_time = perf_counter() if is_traced or not self._num_to_skip else 0.0
+            room, drafts, min_count = min(MAX_BURST_TOKENS, sequence.remaining), None, 1
+            start_time = perf_counter()
             if self._num_to_skip:
                 self._num_to_skip -= 1
+                sequence.needs_weight = not self._num_to_skip
             elif self._may_share(num_others):
                 # A backend's drafts take no time but their rows', and need no minimum gain.
                 costs = np.array(self._shared_costs)
                 given = self._texts(room), costs, 1.0, MIN_PROBABILITY
                 drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
-                seconds = perf_counter() - start_time
+            else:
+                min_count = MIN_EMITTED
             self._has_skipped |= drafts is None
-            sequence.needs_weight = not self._num_to_skip
-            request = sequence.multi_step(room, drafts, is_single=True)
+            request = sequence.multi_step(room, drafts, min_count)
             tokens = yield request
             if self.model is not None:
                 self.model.skip(len(tokens))
-            if is_traced:
+            if sequence.trace is not None:
                 if drafts is not None and drafts.rows:
                     self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
                 else:
                     self._trace_undrafted(tokens, (perf_counter() - start_time) / len(tokens))
             sequence.emit(tokens, request.sampler)
             if drafts is not None:
-                start_time = perf_counter()
                 self._follow(drafts, tokens)
-                seconds += perf_counter() - start_time
-                self._record_shared(drafts, len(tokens), seconds)
+                self._record_shared(drafts)
                 if not decoder.shares_bursts:
                     return
 
     def _may_share(self, num_others: int) -> bool:
-        """Whether a draft of this sequence may save time in a pass beside so many others."""
-        length = self.sequence.length
-        key = (num_others, length // COST_TOKENS)
-        if key != self._shared_key:
+        """Whether a draft of this sequence may save time in a pass beside so many others. For what
+        its tokens count for, the engine weighs them now and then, at the same time as those of
+        sequences that have begun together."""
+        sequence = self.sequence
+        key = (num_others, len(sequence.tokens) // COST_TOKENS)
+        if is_new := key != self._shared_key:
             max_drafts = min(self.max_drafts, MAX_SHARED_DRAFTS)
-            costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, length)
+            costs = self.cost_model.pass_seconds(num_others + 1, max_drafts, sequence.length)
             self._shared_costs, self._shared_key = costs, key
             self._min_shared = min_useful_probability(costs, num_others, 1.0)
-        min_useful = self._min_shared / max(self.sequence.token_weight, MIN_PROBABILITY)
-        return any(min_useful < max(source.rates.bounds) for source in self.sources)
+        best = max(max(source.rates.bounds) for source in self.sources)
+        sequence.needs_weight = is_new and self._min_shared < best
+        return self._min_shared < best * max(sequence.token_weight, MIN_PROBABILITY)
 
     def _texts(self, room: int) -> list[CopyText]:
         """The texts that the backend copies from, the first with room for so many tokens. The
@@ -401,25 +405,17 @@ class _Session:
         for source, found in zip(self.sources, drafts.matches, strict=True):
             source.follow(found)
 
-    def _record_shared(self, drafts: BurstDrafts, num_tokens: int, seconds: float) -> None:
-        """Record what drafts in company have saved, and choose when to draft again.
-
-        Args:
-            drafts: The drafts of a burst.
-            num_tokens: The tokens that it has generated for this sequence.
-            seconds: The time that preparing and reading them took.
-        """
-        decoder, num_passes = self._decoder, len(drafts.rows)
-        decoder.record_sharing(num_passes > 0, seconds)
+    def _record_shared(self, drafts: BurstDrafts) -> None:
+        """Record whether the backend has found a useful draft in a burst in company, and choose
+        when to ask for drafts again. What drafts have saved says less: it differs much from burst
+        to burst, and by the rates of their sources they are useful on the mean."""
+        num_passes = len(drafts.rows)
+        self._decoder.record_sharing(num_passes > 0)
         if not num_passes:
             return
-        costs, num_drafts = drafts.costs, sum(drafts.rows) - num_passes
-        per_token = drafts.weight * costs[0] / (self.cost_model.num_others() + 1)
-        per_row = (costs[-1] - costs[0]) / (len(costs) - 1)
-        gain = max(0, num_tokens - num_passes) * per_token - num_drafts * per_row
-        self._shared_gain += GAIN_RATE * (gain - self._shared_gain)
-        decoder.shared_gain += SHARED_GAIN_RATE * (gain - decoder.shared_gain)
-        if self._shared_gain > MIN_SHARED_GAIN * decoder.sharing_seconds:
+        has_drafts = sum(drafts.rows) > num_passes
+        self._drafted_share += DRAFTED_RATE * (has_drafts - self._drafted_share)
+        if self._drafted_share > MIN_DRAFTED:
             self._num_skipped = 1
         else:
             self._num_skipped = self._num_to_skip = min(2 * self._num_skipped, MAX_SKIPPED)
@@ -515,7 +511,7 @@ class _Session:
         is_alone, start = not self.cost_model.num_others(), len(sequence.tokens)
         while not sequence.finished and (remaining := start + count - len(sequence.tokens)) > 0:
             start_time = perf_counter()
-            request = sequence.multi_step(remaining, is_single=not is_alone)
+            request = sequence.multi_step(remaining, min_count=None if is_alone else 1)
             tokens = yield request
             seconds_per_token = (perf_counter() - start_time) / len(tokens)
             if is_alone and len(tokens) > 1:
@@ -579,6 +575,12 @@ class _Session:
         return grow_tree(
             self.history.tokens, sources, self.predictor, max_nodes, min_probability, forced
         )
+
+    def _plain_seconds(self, num_others: int) -> float:
+        """This sequence's share of the time of a pass without drafts."""
+        rows = num_others + self.width
+        passes = self.cost_model.pass_seconds(rows, 0, self.sequence.length, self.width)
+        return passes[0] / (num_others + 1)
 
     def _pass_costs(self, num_others: int) -> tuple[float, ...]:
         """The costs of passes with 0 to `max_drafts` drafts, including the rows of all other
@@ -658,9 +660,9 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " the most probable source: copies or, for a sequence that runs alone, those of a"
             " drafter that reads the target's states",
             "in such bursts beside other sequences a draft need not gain 2 %, but drafts are"
-            " prepared only as long as they have saved four times what that takes; unless requests"
-            " wait, the tokens of a sequence count for what they save: its row, or the pass if it"
-            " ends last",
+            " prepared only now and then for sequences that rarely have a useful one; unless"
+            " requests wait, the tokens of a sequence count for what they save: its row, or the"
+            " pass if it ends last",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
@@ -704,7 +706,6 @@ class Auto(Decoder):
         self.call_seconds = DEFAULT_CALL_SECONDS  # of a call of the kernels, beside its passes
         self.num_calls = 0  # measured ones
         self.num_refused = 0  # rounds in company since the backend drafted in one
-        self.sharing_seconds = 0.0  # that preparing drafts for one takes
         self.learning_seconds = 0.0  # that recording the top tokens of a round takes
         self.clear()
 
@@ -721,7 +722,6 @@ class Auto(Decoder):
             for greedy, prior in PRIORS.items()
         }
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
-        self.shared_gain = DEFAULT_GAIN  # seconds that drafts save in a burst in company
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
 
     def record_step(self, seconds: float, pass_seconds: float) -> None:
@@ -761,12 +761,9 @@ class Auto(Decoder):
         or in such bursts too."""
         return self.num_refused < MAX_REFUSED or self.num_refused % TRIAL_INTERVAL == 0
 
-    def record_sharing(self, is_granted: bool, seconds: float) -> None:
-        """Record whether a burst in company had drafts of the backend, and how long it took to
-        prepare them. Longer times include other work of the machine."""
+    def record_sharing(self, is_granted: bool) -> None:
+        """Record whether a burst in company had drafts of the backend."""
         self.num_refused = 0 if is_granted else self.num_refused + 1
-        rate = 0.5 if seconds < self.sharing_seconds else CALL_RATE
-        self.sharing_seconds += rate * (seconds - self.sharing_seconds)
 
     def record_learning(self, seconds: float) -> None:
         """Record how long it took to record the top tokens of a round."""
