@@ -9,6 +9,7 @@ from anydecode.api.llm import LLM
 from anydecode.engine.costs import VERSION_PASSES
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.scoring import goodput
+from anydecode.scoring.cost import COST_CONTEXT
 from anydecode.scoring.goodput import token_weights
 
 
@@ -68,6 +69,10 @@ def test_the_engine_weighs_running_texts(monkeypatch: pytest.MonkeyPatch) -> Non
         for request in requests:
             llm.start(request, background=False)
         sequences = [request.jobs[0].sequence for request in requests]
+        llm.driver.advance(lambda: len(sequences[0].tokens) > 0)
+        assert not seen  # nobody reads weights
+        for sequence in sequences:
+            sequence.needs_weight = True
         weights: list[list[float]] = []
         llm.driver.advance(
             lambda: weights.append([one.token_weight for one in sequences]) or requests[1].done
@@ -90,6 +95,8 @@ def test_all_tokens_count_alike_while_others_wait() -> None:
         for request in requests:
             llm.start(request, background=False)
         sequences = [request.jobs[0].sequence for request in requests]
+        for sequence in sequences:
+            sequence.needs_weight = True
         llm.driver.advance(lambda: requests[1].done)
         assert [one.token_weight for one in sequences[:2]] == [1.0, 1.0]
         llm.driver.advance(lambda: len(sequences[2].tokens) > 5)
@@ -107,7 +114,7 @@ def test_costs_of_passes_are_shared_and_follow_corrections() -> None:
         return float(rows + context)
 
     costs = FixedCosts(cost)
-    expected = (99.0, 101.0, 103.0)
+    expected = (67.0, 69.0, 71.0)
     assert costs.pass_seconds(3, 2, 70, width=2) == expected == costs.pass_seconds(3, 2, 120, 2)
     assert calls == [3, 5, 7]
     costs.cost = lambda rows, context: 1.0
@@ -126,4 +133,4 @@ def test_the_costs_of_an_engine_follow_the_passes_that_it_runs() -> None:
         costs.record(1, 0, 2 * before[0])
         after = costs.pass_seconds(1, 1, 0)
     assert all(one > other for one, other in zip(after, before, strict=True))
-    assert after == tuple(costs.seconds(rows, 32) for rows in (1, 2))
+    assert after == tuple(costs.seconds(rows, COST_CONTEXT // 2) for rows in (1, 2))

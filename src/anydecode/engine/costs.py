@@ -152,9 +152,9 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
 
 #: Weight of a step in the average of what steps take beside their passes, if it took longer.
 HOST_RATE = 0.05
-#: Costs are computed anew after so many recorded passes, each of which corrects them by no more than
-#: a twentieth of its deviation (`CostCorrection`).
-VERSION_PASSES = 16
+#: Costs are computed anew after so many recorded passes, each of which corrects them by a small
+#: part of its deviation (`CostCorrection`).
+VERSION_PASSES = 64
 
 
 class EngineCostModel(CostModel):

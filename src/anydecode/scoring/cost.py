@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import exp, log, log2
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 DEFAULT_ROW_COST = 0.1
 #: The positions for which the costs of several passes are computed together, and the number of such
 #: costs that are kept.
-COST_CONTEXT, MAX_COSTS = 64, 256
+COST_CONTEXT, MAX_COSTS = 128, 256
 
 
 class CostModel(ABC):
@@ -99,7 +99,10 @@ class CostTable:
     """
 
     seconds_by: Mapping[int, Mapping[int, float]]
-    _curves: list[tuple[int, list[int], list[float]]] = field(init=False, repr=False, compare=False)
+    _curves: list[tuple[list[int], list[float]]] = field(init=False, repr=False, compare=False)
+    _contexts: list[int] = field(init=False, repr=False, compare=False)
+    # By number of rows, what was interpolated for each context.
+    _seconds: dict[int, list[float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.seconds_by or any(len(line) < 2 for line in self.seconds_by.values()):
@@ -111,21 +114,22 @@ class CostTable:
             for count in counts:
                 max_cost = max(max_cost, self.seconds_by[context][count])
                 costs.append(max_cost)
-            curves.append((context, counts, costs))
+            curves.append((counts, costs))
         object.__setattr__(self, "_curves", curves)
+        object.__setattr__(self, "_contexts", sorted(self.seconds_by))
+        object.__setattr__(self, "_seconds", {})
 
     def seconds(self, rows: int, context: int) -> float:
         """The duration of a pass over `rows` rows that each attend to about `context` positions."""
-        curves = self._curves
-        if len(curves) == 1:
-            return max(_interpolate(rows, curves[0][1], curves[0][2]), MIN_SECONDS)
-        index = min(max(bisect_right([line[0] for line in curves], context), 1), len(curves) - 1)
-        low, counts, costs = curves[index - 1]
-        high, more_counts, more_costs = curves[index]
-        shorter, longer = (
-            _interpolate(rows, counts, costs),
-            _interpolate(rows, more_counts, more_costs),
-        )
+        seconds, contexts = self._seconds.get(rows), self._contexts
+        if seconds is None:
+            seconds = [_interpolate(rows, *curve) for curve in self._curves]
+            self._seconds[rows] = seconds
+        if len(contexts) == 1:
+            return max(seconds[0], MIN_SECONDS)
+        index = min(max(bisect_right(contexts, context), 1), len(contexts) - 1)
+        low, high = contexts[index - 1], contexts[index]
+        shorter, longer = seconds[index - 1], seconds[index]
         return max(
             shorter + (longer - shorter) * (max(context, low) - low) / (high - low), MIN_SECONDS
         )
@@ -201,6 +205,7 @@ class CostCorrection:
         self._limit = limit
         self._speed = 0.0  # logarithms
         self._sizes: dict[int, float] = {}
+        self._nearest: dict[int, int] = {}  # the size that a size takes the factor of
 
     def __call__(self, rows: int) -> float:
         """The factor to multiply the table's cost of `rows` rows with. Sizes without observations
@@ -218,8 +223,11 @@ class CostCorrection:
         sizes = self._sizes
         if not sizes:
             return 0.0
-        smaller = [other for other in sizes if other <= size]
-        return sizes[max(smaller) if smaller else min(sizes)]
+        nearest = self._nearest.get(size)
+        if nearest is None:
+            smaller = [other for other in sizes if other <= size]
+            nearest = self._nearest[size] = max(smaller) if smaller else min(sizes)
+        return sizes[nearest]
 
     def record(self, rows: int, ratio: float) -> None:
         """Record a pass that took `ratio` times the cost in the table."""
@@ -231,10 +239,13 @@ class CostCorrection:
         changed = {size: self._size_factor(size) + (1 - share) * own}
         if share:
             changed[size + 1] = self._size_factor(size + 1) + share * own
+        if not changed.keys() <= self._sizes.keys():
+            self._nearest.clear()
         self._sizes |= changed
         self._speed += self._shared * step
 
 
+@lru_cache(maxsize=1024)
 def _between(rows: int) -> tuple[int, float]:
     """The size below a number of rows, as its binary logarithm, and the share of the way from it to
     the next one, by logarithms."""

@@ -66,10 +66,10 @@ def token_weights(
     """
     left, num = np.array(remaining, np.float64), len(remaining)
     longest = max(1.0, float(left.max()))
-    outlasting = np.clip(0.5 + (left[:, None] - left) / (2 * longest**0.5), 0.0, 1.0)
-    np.fill_diagonal(outlasting, 1.0)
+    lead = (left[:, None] - left) / (2 * longest**0.5)
+    outlasting = np.minimum(np.maximum(0.5 + lead, 0.0), 1.0)  # a half of itself
     share = exp(-end_rate * longest)  # of the texts that reach their limits
-    last = share * outlasting.prod(1) + (1 - share) / num
+    last = share * (2 * outlasting.prod(1)) + (1 - share) / num
     row_seconds = (all_seconds - pass_seconds) / (num - 1)
     saved = last * pass_seconds + (1 - last) * row_seconds
     weights: list[float] = (saved * num / all_seconds).tolist()

@@ -315,7 +315,7 @@ def test_min_useful_probability_is_the_threshold() -> None:
     random = np.random.default_rng(5)
     num_useful = 0
     for _ in range(300):
-        costs = [1.0, *(1 + np.cumsum(random.random(6) * 2))]
+        costs = (1.0, *(1 + np.cumsum(random.random(6) * 2)))
         others = int(random.integers(0, 5))
         bound = min_useful_probability(costs, others)
         assert best_count([0.999 * bound] * 6, costs, others, 0.0) == 0
@@ -323,7 +323,7 @@ def test_min_useful_probability_is_the_threshold() -> None:
             num_useful += 1
             assert best_count([1.001 * bound] * 6, costs, others, 0.0) > 0
     assert 50 < num_useful < 250
-    assert min_useful_probability([1.0, 2.0, 3.0], 0) > 1.0
+    assert min_useful_probability((1.0, 2.0, 3.0), 0) > 1.0
 
 
 def run_batch(decoder: str, cost, temperature: float = 0.0):
@@ -436,7 +436,7 @@ def test_a_clock_that_did_not_advance_gives_costs_above_zero() -> None:
         CostTable({0: {1: 0.0, 2: 0.0}}),
         CostTable({0: {1: 0.0, 2: 0.0}, 9: {1: 0.0, 2: 1.0}}),
     ):
-        costs = [table.seconds(rows, 4) for rows in (1, 2, 3)]
+        costs = tuple(table.seconds(rows, 4) for rows in (1, 2, 3))
         assert min(costs) > 0
         assert min_useful_probability(costs, 0) < 1e9
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 
 from anydecode.decoders.framework.ngram_index import SEPARATOR
@@ -216,7 +217,10 @@ def best_draft(
     return best, best_rate
 
 
-def min_useful_probability(costs: Seq[float], num_others: int, min_gain: float = MIN_GAIN) -> float:
+@lru_cache(maxsize=256)
+def min_useful_probability(
+    costs: tuple[float, ...], num_others: int, min_gain: float = MIN_GAIN
+) -> float:
     """The smallest probability of the most probable node with which any number of nodes can
     save time; above 1 if no draft can. `min_gain` is the gain that counts, as a factor; the other
     arguments are those of `best_count`."""
