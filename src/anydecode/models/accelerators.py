@@ -99,7 +99,7 @@ class Accelerators:
             self.fingerprint,
             network,
             "accelerators",
-            "accelerators",
+            "depth --recipe m2r2",
             widths=widths,
             layers=self.layers,
         )

@@ -142,9 +142,9 @@ def mapped_tokens(checkpoint: Checkpoint, vocab_size: int) -> np.ndarray | None:
     tokens = tokens.astype(np.int64)
     if tokens.min() < 0 or tokens.max() >= vocab_size or len(np.unique(tokens)) < len(tokens):
         raise CheckpointError(
-            f"{checkpoint.name}: token_map has tokens from {tokens.min()} to {tokens.max()},"
-            f" {len(np.unique(tokens))} of its {len(tokens)} once; the target's are 0 to"
-            f" {vocab_size - 1}"
+            f"{checkpoint.name}: its token_map has {len(tokens)} tokens from {tokens.min()} to"
+            f" {tokens.max()}, {len(np.unique(tokens))} of them different; allowed are different"
+            f" ones of the target, 0 to {vocab_size - 1}"
         )
     return tokens
 

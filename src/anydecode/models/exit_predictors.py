@@ -64,7 +64,7 @@ class ExitPredictors:
 
     def check(self, network: Network) -> None:
         """Raise InvalidRequestError unless the predictors are those of `network`."""
-        check_model(self.fingerprint, network, "exit predictors", "predictors")
+        check_model(self.fingerprint, network, "exit predictors", "depth --recipe specee")
         depth = network.spec.num_layers
         if not all(0 < exit < depth for exit in self.predictors):
             raise InvalidRequestError(

@@ -62,7 +62,12 @@ class ExitRouters:
         """Raise InvalidRequestError unless the routers are those of `network`."""
         widths = {down.shape[1] for down in self.down.values()}
         check_model(
-            self.fingerprint, network, "exit routers", "routers", widths=widths, layers=self.exits
+            self.fingerprint,
+            network,
+            "exit routers",
+            "depth --recipe tide",
+            widths=widths,
+            layers=self.exits,
         )
 
     def save(self, path: Path) -> None:

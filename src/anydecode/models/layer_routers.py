@@ -34,7 +34,7 @@ class LayerRouters:
 
     #: What they are called, and the command of `anydecode train` that makes them.
     what: ClassVar[str] = "layer routers"
-    command: ClassVar[str] = "layer-routers"
+    command: ClassVar[str] = "depth --recipe first-router"
     targets: ClassVar[tuple[str, ...]] = ("",)
 
     layers: list[int]

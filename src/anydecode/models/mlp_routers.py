@@ -21,5 +21,5 @@ class MlpRouters(LayerRouters):
     such a score.) See `LayerRouters`; `target` is `NOTHING` or `SMALL`."""
 
     what: ClassVar[str] = "MLP routers"
-    command: ClassVar[str] = "mlp-routers"
+    command: ClassVar[str] = "depth --recipe duo-llm"
     targets: ClassVar[tuple[str, ...]] = (NOTHING, SMALL)

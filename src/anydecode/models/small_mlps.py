@@ -53,7 +53,12 @@ class SmallMlps:
         """Raise InvalidRequestError unless the MLPs are those of `network`."""
         widths = {len(norm) for norm in self.norm.values()}
         check_model(
-            self.fingerprint, network, "small MLPs", "small-mlps", widths=widths, layers=self.layers
+            self.fingerprint,
+            network,
+            "small MLPs",
+            "depth --recipe duo-llm-mlps",
+            widths=widths,
+            layers=self.layers,
         )
 
     def check_shapes(self, what: str) -> None:

@@ -60,7 +60,9 @@ def turn_parts(tokenizer: Tokenizer) -> tuple[str, str]:
     """
     marker = "\0"
     if tokenizer.chat_template is None:
-        raise InvalidRequestError("this model has no chat template: give prompts")
+        raise InvalidRequestError(
+            "this model has no chat template, with which it would write its prompts"
+        )
     template = tokenizer.render_chat([{"role": "user", "content": marker}])
     opening, _, closing = template.partition(marker)
     return opening, closing.split("\n")[0] or "\n"

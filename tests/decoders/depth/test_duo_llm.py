@@ -169,11 +169,11 @@ def test_files_of_other_routers_are_refused_in_one_line(tmp_path: Path) -> None:
     routers.save(mlps)
     LayerRouters(routers.layers, routers.weight, routers.bias, routers.fingerprint).save(layers)
     replace(routers, fingerprint="another").save(other)
-    with pytest.raises(CheckpointError, match=r"routers of another kind; .* layer-routers"):
+    with pytest.raises(CheckpointError, match=r"routers of another kind; .* first-router`"):
         LayerRouters.load(mlps)
     with layered(10, 1.0) as llm:
         for decoder, message in (
-            (f"duo-llm:routers={layers}", "routers of another kind; .* mlp-routers"),
+            (f"duo-llm:routers={layers}", "routers of another kind; .* duo-llm`"),
             (f"duo-llm:routers={other}", "MLP routers are those of another model"),
             (f"duo-llm:layers=4,routers={mlps}", r"layers=4 layers \[3, 4, 5, 6\] have a choice"),
         ):

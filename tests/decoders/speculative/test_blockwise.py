@@ -171,8 +171,8 @@ def test_a_folder_opens(has_own_head: bool, tmp_path: Path) -> None:
         (set_keys(blockwise_num_heads=2), "output.weight has shape"),
         (set_keys(blockwise_hidden_size=9), "has shape"),
         (without("blockwise.output.bias"), "blockwise.output.bias"),
-        (tensor("token_map", np.array([1, 999])), "token_map has tokens from 1 to 999"),
-        (tensor("token_map", np.array([1, 1])), "1 of its 2 once"),
+        (tensor("token_map", np.array([1, 999])), "token_map has 2 tokens from 1 to 999"),
+        (tensor("token_map", np.array([1, 1])), "2 tokens from 1 to 1, 1 of them different"),
         (tensor("lm_head.weight", np.zeros((3, 64), np.float32)), "lm_head.weight has shape"),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_folder_drafts_for_its_target(tmp_path: Path, dtype: str | None) -> No
         (tensor("trimlp.0.linear.weight", np.ones((64, 64), np.float32)), "has shape"),
         (without("trimlp.0.linear.bias"), "trimlp.0.linear.bias is missing"),
         (without("fast_layer1.0.input_layernorm.weight"), "input_layernorm.weight is missing"),
-        (tensor("token_map", np.array([1, 999])), "token_map has tokens from 1 to 999"),
+        (tensor("token_map", np.array([1, 999])), "token_map has 2 tokens from 1 to 999"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -216,7 +216,7 @@ def test_a_folder_drafts_for_its_target(make: Any, tmp_path: Path, dtype: str | 
         (without("clover_head_mlp_rnn2.k.weight"), "rnn2.k.weight is missing"),
         (without("layers.1.input_layernorm.weight"), "input_layernorm.weight is missing"),
         (without("clover_head_norm.weight"), "clover_head_norm.weight is missing"),
-        (tensor("token_map", np.array([1, 999])), "token_map has tokens from 1 to 999"),
+        (tensor("token_map", np.array([1, 999])), "token_map has 2 tokens from 1 to 999"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

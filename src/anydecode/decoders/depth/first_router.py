@@ -113,7 +113,7 @@ class FirstRouter(TrainedRoutes):
     """
 
     requirements = Requirements(reads_layer_routers=True, attention_only=("target",))
-    part, command = "layer_routers", "layer-routers"
+    part, command = "layer_routers", "depth --recipe first-router"
 
     def __init__(
         self, threshold: float = 0.5, pooling: str = "mean", routers: str | Path | None = None

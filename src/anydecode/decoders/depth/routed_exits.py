@@ -66,7 +66,7 @@ class RoutedExits(TrainedRoutes):
     training: ClassVar[str]
 
     requirements = Requirements(reads_exit_routers=True)
-    part, command = "exit_routers", "routers"
+    part, command = "exit_routers", "depth --recipe tide"
 
     def __init__(self, threshold: float, routers: str | Path | None) -> None:
         super().__init__(None if routers is None else ExitRouters.load(Path(routers)))

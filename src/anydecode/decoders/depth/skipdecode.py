@@ -31,8 +31,8 @@ from anydecode.scoring.sequence import Sequence
         ),
         deviations=(
             "texts of a model that was not trained on the schedule fall apart: `anydecode train"
-            " schedule` trains a low-rank adapter on the model's own answers; the paper trains all"
-            " weights on the texts of each task",
+            " depth --recipe skipdecode` trains a low-rank adapter on the model's own answers; the"
+            " paper trains all weights on the texts of each task",
             "the schedule is that of each request, by its own limit of tokens; the paper's is that"
             " of a batch",
             "the default is two thirds of the layers, falling to a third; the paper tunes both by"

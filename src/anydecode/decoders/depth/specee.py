@@ -228,7 +228,8 @@ class SpecEe(TrainedRoutes):
         runners=(DRAFT,), reads_states=True, reads_exit_predictors=True, attention_only=("target",)
     )
 
-    part, command, parameter = "exit_predictors", "predictors", "predictors"
+    part, command = "exit_predictors", "depth --recipe specee"
+    parameter = "predictors"
 
     def __init__(
         self,

@@ -84,7 +84,9 @@ def load_folder(path: Path) -> Checkpoint:
         CheckpointError: A file is missing, truncated, corrupt or pickled. The message is one line.
     """
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: there is no config.json, and no .gguf file")
+        inside = sorted(file.parent.name for file in path.glob("*/config.json"))[:8]
+        hint = f"; give a folder in it: {', '.join(inside)}" if inside else ""
+        raise CheckpointError(f"{path}: there is no config.json, and no .gguf file{hint}")
     config = with_text_config(read_json(path / "config.json"))
     heads = heads_file(path)
     readers = _open_files(_files(path)) if heads is None else open_torch_file(heads)
