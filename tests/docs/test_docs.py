@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +204,14 @@ def test_every_command_takes_its_options() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@cache
+def root_command() -> Any:
+    return typer.main.get_command(main.app)
+
+
 def unknown_command(text: str) -> str | None:
     """The word behind `anydecode` in `text` that is no command; None if there is none."""
-    command: Any = typer.main.get_command(main.app)
+    command = root_command()
     for word in text.split()[1:]:
         if word == "--recipe" and isinstance(command, RecipeGroup):
             continue
