@@ -85,7 +85,10 @@ class DrafterOptions:
                 "minutes or steps, tokens, vocabulary, depth and batch must be more than 0"
             )
         if self.texts <= NUM_HELD_OUT:
-            raise InvalidRequestError(f"training needs more than {NUM_HELD_OUT} texts")
+            raise InvalidRequestError(
+                f"texts is {self.texts}; allowed are more than {NUM_HELD_OUT}, of which"
+                f" {NUM_HELD_OUT} are held out"
+            )
 
 
 class DrafterRun(TrainingRun[list[float]]):
