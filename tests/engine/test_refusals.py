@@ -12,6 +12,7 @@ from anydecode import JsonSchema
 from anydecode.api.llm import LLM
 from anydecode.certification.denoising import random_model
 from anydecode.certification.tiny import early_exit_checkpoint, tiny_model, with_drafter
+from anydecode.certification.tiny_blockffn import blockffn_checkpoint
 from anydecode.certification.tiny_sambay import sambay_checkpoint
 from anydecode.errors import InvalidRequestError
 from anydecode.models.families import build_model
@@ -30,6 +31,11 @@ def starts_at_first_layer(**options: Any) -> LLM:
     model = build_model(sambay_checkpoint(), executor=choose_executor(threads=1))
     given: dict[str, Any] = {"draft": model, "cache_positions": 512, **options}
     return LLM(model, tokenizer=ByteTokenizer(), **given)
+
+
+def whole_layers(**options: Any) -> LLM:
+    model = build_model(blockffn_checkpoint(), executor=choose_executor(threads=1))
+    return LLM(model, tokenizer=ByteTokenizer(), cache_positions=512, **options)
 
 
 def denoiser(**options: Any) -> LLM:
@@ -60,6 +66,7 @@ def denoiser(**options: Any) -> LLM:
         (starts_at_first_layer, "s2d", {}, "start at layer 0"),
         (starts_at_first_layer, "easyspec", {}, "do not run in parallel"),
         (starts_at_first_layer, "swift", {}, "are not left out in part"),
+        (whole_layers, "duo-llm", {}, "are not left out in part"),
         (starts_at_first_layer, "ffn-skip", {}, "are not left out in part"),
         (denoiser, "llada:block=8", {}, "blocks have 4 positions"),
         (partial(denoiser, cache="int8"), "llada:cache=elastic", {}, "not a quantized one"),

@@ -122,6 +122,9 @@ class Transformer:
         self.executor: Executor = executor(network)
         self._make_executor = executor
         self._adapters_lock = threading.Lock()
+        #: Held by what uses the executor's buffers: a decoder that was resumed by another model's
+        #: pass may read heads while a pass of this model runs. A pass may read heads itself.
+        self._buffers_lock = threading.RLock()
         self._variants: dict[Variant, tuple[Any, Any]] = {}  # of layers and of the head
         self._chains: tuple[Transformer | None, Any] = (None, None)  # of the last target
         self._beside: list[tuple[Transformer, int]] = []  # with their teams of threads
@@ -168,15 +171,15 @@ class Transformer:
                 adapters.
         """
         self._check(rows, output_spec)
-        if rows.variant is not None:
-            return self._run_variants(rows, cache, output_spec)
-        if cache.states is None:
-            return self.executor.run(rows, cache, output_spec)
-        try:
-            return self.executor.run(rows, cache, output_spec)
-        except BaseException:
-            cache.states.forget(rows.slots)  # they may not have been computed
-            raise
+        with self._buffers_lock:
+            if rows.variant is not None:
+                return self._run_variants(rows, cache, output_spec)
+            try:
+                return self.executor.run(rows, cache, output_spec)
+            except BaseException:
+                if cache.states is not None:
+                    cache.states.forget(rows.slots)  # they may not have been computed
+                raise
 
     def beside(self, team: int) -> Transformer | None:
         """This model with buffers of its own over the same caches, whose passes run at the same
@@ -187,13 +190,15 @@ class Transformer:
             return None
         other = copy(self)
         other.executor, other._variants, other._chains = executor, {}, (None, None)
+        other._buffers_lock = threading.RLock()
         self._beside.append((other, team))
         return other
 
     def head(self, hidden: Array) -> np.ndarray:
-        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included. Not
-        while a pass of this model runs on another thread: decoders call it after one of theirs."""
-        return to_host(self.executor.head(hidden))
+        """Logits float32 `[n, vocab_size]` of states `[n, hidden_size]`, final norm included. Waits
+        for a pass of this model that runs on another thread."""
+        with self._buffers_lock:
+            return to_host(self.executor.head(hidden))
 
     def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""

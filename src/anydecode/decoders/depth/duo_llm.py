@@ -13,6 +13,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
+from anydecode.decoders.framework.variants import check_variant
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import SkippedParts
 from anydecode.kernels.routes import Guide, Route, RoutedPass
@@ -154,6 +155,7 @@ class DuoLlm(Decoder):
         choice = layers_with_choice(sequence.num_layers, self.layers)
         count = len(choice)
         model = sequence.model()
+        check_variant(model, SkippedParts(mlps=frozenset(choice)))
         lacks = "MLPs to replace: small MLPs and MLP routers need a transformer"
         if self.small is not None:
             self.small.check(network_of(model, lacks))
