@@ -73,7 +73,7 @@ class TestByName:
             ({"dola_layers": "midst"}, "dola_layers must be low, high or layers"),
             ({"dola_layers": [1.5]}, "dola_layers must be low, high or layers"),
             ({"decoder": "dola", "guidance_scale": 2}, "cannot be combined"),
-            ({"decoder": "layerskip", "sampler": "dola:layers=low"}, "reads early layers"),
+            ({"decoder": "layerskip", "sampler": "dola:layers=low"}, "reads earlier ones"),
             ({"decoder": "contrastive-search:k=0"}, "k is 0; allowed are 1 to 1024"),
             ({"decoder": "contrastive-search", "guidance_scale": 2}, "guidance"),
             ({"decoder": "autodeco"}, "heads are for states of 576 numbers; this model's have 4"),

@@ -39,7 +39,7 @@ class _Cache:
     def truncate(self, length: int) -> None:
         self.length = length
 
-    def skip(self, tokens: list[int]) -> None:
+    def skip(self, tokens: list[int], num_always: int = 1) -> None:
         self.length += len(tokens)
         self.left_out += len(tokens)
 
