@@ -89,12 +89,12 @@ def refusal(key: str, cache: str, kind: str) -> str | None:
         return "refreshes such a cache can score only one"
     if key in ("ete", "wino") and cache not in ("none", "block"):
         return "passes of such a cache compute no more"
+    if cache in ("block", "hierarchical") and not has_blocks and key != "bacd-tccf":
+        return "open it with block="
     if key == "wino" and "shifted" in kind:
         return "shifted logits"
     if key == "lrd" and cache == "elastic":
         return "passes of such a cache read tokens"
-    if cache in ("block", "hierarchical") and not has_blocks and key != "bacd-tccf":
-        return "open it with block="
     if cache == "window" and has_blocks:
         return "rows of this one see blocks of 4"
     return None

@@ -29,5 +29,8 @@ def test_certificate_rejects_speculative_sampling(monkeypatch: pytest.MonkeyPatc
 
 
 def test_certificate_rejects_other_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NestedDrafter, "layers", lambda self, depth: [3, 6])
+    def other_exits(self: NestedDrafter, depth: int) -> list[int]:
+        return [layer for layer in (depth // 2 - 1, depth - 2) if layer > 0]
+
+    monkeypatch.setattr(NestedDrafter, "layers", other_exits)
     assert_rejected("s2d")
