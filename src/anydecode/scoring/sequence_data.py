@@ -27,7 +27,8 @@ AnySequence = TypeVar("AnySequence", bound="SequenceData")
 
 #: The names of the model runners that generate and draft, and those of the draft model's further
 #: modules (`Transformer.further`).
-TARGET, DRAFT = "target", "draft"
+TARGET = "target"
+DRAFT = "draft"
 FURTHER_DRAFTS = tuple(f"{DRAFT}+{number}" for number in range(1, MAX_MODULES))
 _ids = count()
 
