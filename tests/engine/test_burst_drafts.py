@@ -209,7 +209,7 @@ def test_bursts_in_company_rarely_ask_for_drafts_that_are_rarely_useful(
 ) -> None:
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 200}
     asked, texts = [], []
-    for least in (-1.0, 2.0):  # all drafts are often enough useful, or none
+    for least in (-1.0, 2.0):  # any share of useful drafts suffices, or none
         monkeypatch.setattr(auto, "MIN_DRAFTED", least)
         with native_llm() as llm, recorded_calls(llm) as calls:
             llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)

@@ -70,7 +70,7 @@ def test_the_engine_weighs_running_texts(monkeypatch: pytest.MonkeyPatch) -> Non
             llm.start(request, background=False)
         sequences = [request.jobs[0].sequence for request in requests]
         llm.driver.advance(lambda: len(sequences[0].tokens) > 0)
-        assert not seen  # nobody reads weights
+        assert not seen  # no decoder reads the weights
         for sequence in sequences:
             sequence.needs_weight = True
         weights: list[list[float]] = []

@@ -38,8 +38,8 @@ MAX_STEPS = 32
 #: Maximum number of positions that an entry stands for, and of kinds of layers whose rows attend
 #: to entries or selected positions.
 MAX_ENTRY, MAX_SELECTIONS = 256, 4
-#: The most modules for further tokens, each of which predicts the token behind that of the one
-#: before.
+#: Maximum number of modules for further tokens; each predicts the token after that of the module
+#: before it.
 MAX_MODULES = 8
 
 #: The architecture of drafters that are an early exit of their target.

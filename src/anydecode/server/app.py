@@ -421,7 +421,7 @@ def _add_errors(app: FastAPI) -> None:
 
 def _describe(app: FastAPI) -> None:
     """Take the status 422 out of the OpenAPI schema, where FastAPI adds it: such requests are
-    answered with 400. The schema is made when it is first asked for, beside the event loop."""
+    answered with 400. The schema is built at the first request for it, on another thread."""
     describe = app.openapi
 
     def described() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Answers of many values, which are built and encoded beside the event loop."""
+"""Answers of many values, which are built and encoded on another thread than the event loop's."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class ServerRun:
     """The engine requests of one HTTP request, one per prompt.
 
     An async context manager: entering it starts the requests, and leaving it cancels those that
-    still run. Meanwhile it is one of `active`.
+    still run. In between, `active` contains it.
 
     Args:
         llm: The model and its engine.

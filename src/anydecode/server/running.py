@@ -28,7 +28,7 @@ from anydecode.server.telemetry import Telemetry, from_environment
 #: Python's default, which is as long as a token of a small model takes.
 _SWITCH_SECONDS = 0.0005
 #: How long after the requests have been ended at a shutdown their answers may still be sent, and
-#: how often requests are ended meanwhile, in seconds.
+#: the interval at which requests that have started since are ended, in seconds.
 _ANSWER_SECONDS, _END_SECONDS = 5, 0.1
 
 

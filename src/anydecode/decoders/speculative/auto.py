@@ -96,15 +96,15 @@ ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Weight of a multi-step burst in company in the average of their numbers of steps, and of a search
 #: for a draft in that of those that find one.
 SHARED_RATE = 0.1
-#: In company, the share of a sequence's bursts in which the backend finds a useful draft: what it
-#: is taken to be at first, the weight of a burst in its average, the least share with which all
-#: bursts ask for drafts, and the maximum number of bursts between two that do with a lower one.
+#: The share of a sequence's bursts in company in which the backend finds a useful draft: its
+#: initial value, the weight of a burst in its average, the share above which every burst asks for
+#: drafts, and the maximum number of bursts without drafts between two that ask, below it.
 FIRST_DRAFTED, DRAFTED_RATE, MIN_DRAFTED, MAX_SKIPPED = 0.3, 0.1, 0.2, 16
 #: After so many rounds in company in which the backend has not drafted, only one in
 #: `TRIAL_INTERVAL` asks for it.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
-#: Where no draft in company can save time, at least so many tokens of a sequence are emitted
-#: together, unless it ends, as `multi-step` does.
+#: Minimum number of tokens of a sequence that are emitted together where no draft in company can
+#: save time, as by `multi-step`; fewer where it ends.
 MIN_EMITTED = 8
 _EMPTY_TREE = TokenTree()
 
@@ -334,7 +334,7 @@ class _Session:
     def _shared_bursts(self) -> Decoding:
         """Generate tokens in bursts with other sequences, as long as there are some. The backend
         drafts copies for all of them with one budget. Where it has rarely found a useful draft, it
-        is asked for some now and then."""
+        drafts in one of several bursts, at least one of `MAX_SKIPPED + 1`."""
         sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
         if self.model is not None:
             self.model.pause(True)

@@ -136,7 +136,7 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
 
 def _divisible(span: Span) -> bool:
     """Whether `span` may be divided into layer groups: a chain through all layers that returns at
-    most its last row and no hidden states, of a model whose rows may start at later layers."""
+    most its last row and no hidden states, of a model that can start a pass at a later layer."""
     spec = span.kv_cache.pool.model.spec
     return (
         isinstance(span, ChainSpan)

@@ -40,16 +40,19 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+_LLAMA = _sizes(32000, 4096, 11008, 32, 32, 32, 2048)
+_QWEN = _sizes(151936, 4096, 22016, 32, 32, 32, 32768)
+_HUNYUAN = _sizes(290943, 4096, 11008, 32, 32, 32, 2048)
 _QWEN2_VL = _sizes(152064, 8192, 29568, 80, 64, 8, 32768, rms_norm_eps=1e-5, rope_theta=1e6)
 #: The defaults of the classes, by model type.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "llama": _LLAMA,
     "mistral": _sizes(32000, 4096, 14336, 32, 32, 8, 131072),
     "ministral3": _sizes(131072, 4096, 14336, 34, 32, 8, 262144, rope_parameters=_YARN),
-    "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen2": _QWEN,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen3": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+    "qwen3": _QWEN,
     "qwen3_vl_text": _sizes(151936, 4096, 22016, 32, 32, 32, 128000, rope_theta=5e5),
     "qwen3_vl_moe_text": _sizes(
         *(151936, 2048, 5632, 24, 16, 16, 128000),
@@ -83,10 +86,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "molmo2_text": _sizes(151936, 4096, 12288, 36, 32, 8, 36864),
     "glm_ocr_text": _sizes(59392, 1024, 4096, 16, 16, 8, 131072),
     "paddleocr_vl_text": _sizes(103424, 1024, 3072, 18, 16, 2, 131072),
-    "hunyuan_v1_dense": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),
-    "hunyuan_vl_text": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),
-    "granite": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
-    "granite4_vision_text": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_vl_text": _HUNYUAN,
+    "granite": _LLAMA,
+    "granite4_vision_text": _LLAMA,
     "granite_docling_text": _sizes(
         *(133800, 1024, 2048, 28, 16, 4, 32768),
         rms_norm_eps=1e-5,
@@ -95,7 +98,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         residual_multiplier=0.263,
         attention_multiplier=0.015625,
     ),
-    "hyperclovax": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "hyperclovax": _LLAMA,
     "deepseek_v3": _sizes(
         *(129280, 7168, 18432, 61, 128, 128, 4096),
         moe_intermediate_size=2048,
@@ -141,8 +144,8 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def with_text_config(config: Config) -> dict[str, Any]:
-    """A multimodal config whose language model is described by its `text_config`, as in most, not
-    by another key (InternVL), by a config within one of its parts (Qwen-Omni) or by keys of its own
+    """A multimodal config with its language model's config as `text_config`, where it has that
+    under another key (InternVL), within the config of a part (Qwen-Omni) or among its own keys
     (MiniCPM-V). Other configs are returned as they are."""
     if isinstance(config.get("thinker_config"), dict):
         names = {key: config[key] for key in ("architectures", "model_type") if key in config}
