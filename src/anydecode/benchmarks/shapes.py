@@ -176,7 +176,7 @@ def write(
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
     writer.add_block_count(shape.layers)
-    writer.add_context_length(8192)
+    writer.add_context_length(131072)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
