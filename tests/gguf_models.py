@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +238,13 @@ def write_gguf(
                 tensor = interleave(tensor, sizes[f"num_{kind}_heads"])
         if family.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
+        if tensor.ndim == 2 and format in FEW_BITS:
+            encode, code, values = FEW_BITS[format]
+            gguf.constants.GGML_QUANT_SIZES.setdefault(code, (values, 18))
+            writer.add_tensor(target, encode(tensor), raw_dtype=code)
+            continue
         kind = gguf.GGMLQuantizationType[format if tensor.ndim == 2 else "F32"]
-        encode = one_bit if kind.name == "Q1_0" else partial(gguf.quants.quantize, qtype=kind)
-        writer.add_tensor(target, encode(tensor), raw_dtype=kind)
+        writer.add_tensor(target, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     for module, factor in (factors or {}).items():
         for layer in range(sizes["num_hidden_layers"]):
             for leaf in ("scale", "input_scale"):
@@ -280,6 +284,24 @@ def one_bit(matrix: np.ndarray) -> np.ndarray:
     scales = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).view(np.uint8)
     signs = np.packbits(blocks >= 0, axis=1, bitorder="little")
     return np.concatenate((scales, signs), 1).reshape(len(matrix), -1)
+
+
+def two_bits(matrix: np.ndarray) -> np.ndarray:
+    """A matrix in Q2_0: half the largest magnitude of 64 numbers, and the multiples of it, of -1 to
+    2, to which they are rounded."""
+    blocks = matrix.reshape(-1, 64)
+    scales = (np.abs(blocks).max(1, keepdims=True) / 2).astype(np.float16)
+    codes = (np.clip(np.rint(blocks / scales), -1, 2) + 1).astype(np.uint8)
+    four = (codes.reshape(-1, 16, 4) << np.array([0, 2, 4, 6], np.uint8)).sum(2, dtype=np.uint8)
+    return np.concatenate((scales.view(np.uint8), four), 1).reshape(len(matrix), -1)
+
+
+#: Formats that the package `gguf` does not write: a function that does, their codes, and the
+#: numbers in a block of 18 bytes.
+FEW_BITS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int, int]] = {
+    "Q1_0": (one_bit, 41, 128),
+    "Q2_0": (two_bits, 42, 64),
+}
 
 
 def plain(tensor: np.ndarray | Weight) -> np.ndarray:

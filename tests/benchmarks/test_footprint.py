@@ -21,6 +21,19 @@ def test_settings_are_pairs_of_sequences_and_prompt_tokens() -> None:
             footprint.parse_settings(text)
 
 
+def test_the_files_of_weights_are_all_parts_of_a_model(tmp_path: Path) -> None:
+    names = ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "b.gguf", "c.safetensors"]
+    for name in [*names, "tokenizer.json"]:
+        (tmp_path / name).write_bytes(b"#" * 100)
+    parts = [tmp_path / name for name in names[:2]]
+    assert footprint.weight_files(parts[1]) == parts
+    assert footprint.weight_files(tmp_path / names[2]) == [tmp_path / names[2]]
+    assert footprint.weight_files(tmp_path) == [tmp_path / names[3]]
+    assert footprint.seconds_to_read(parts) > 0
+    with pytest.raises(FileNotFoundError):
+        footprint.seconds_to_read([tmp_path / "none"])
+
+
 def package(folder: Path, name: str, size: int, *requires: str) -> None:
     """Install a package of one file of `size` bytes."""
     info = folder / f"{name}-1.0.dist-info"
@@ -63,9 +76,12 @@ def test_the_steps_and_the_memory_of_real_processes(
     report = json.loads(file.read_text())
     assert list(report["steps"]) == list(STEPS) and report["server_ready"] > 0
     assert all(step["seconds"] > 0 for step in report["steps"].values())
+    reading = report["reading"]
+    assert reading["bytes"] > 1 << 16 and reading["opening_seconds"] > reading["seconds"] > 0
     alone, together = report["memory"]
     # As many positions as tokens: 8 + 16 of one, 40 + 16 of four.
     assert together["cache"] * 24 == alone["cache"] * 4 * 56
     assert together["peak"] > together["cache"]
     shown = capsys.readouterr().out
     assert "1 others" in shown and "pack the weights" in shown and "keys and values" in shown
+    assert "from the file to the first token" in shown

@@ -362,6 +362,61 @@ def unigram_metadata(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
+def characters(kind: str) -> Tokenizer:
+    """Merges of characters: mmBERT's, whose words start at spaces and whose unknown characters are
+    bytes, or those of jina-embeddings-v2-base-zh, which leave spaces out."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=kind == "mmbert"))
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
+    if kind == "mmbert":
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(special) + 90, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator([text.replace("\u0301", "") for text in CORPUS], trainer)
+    rebuilt = json.loads(tokenizer.to_str())
+    rebuilt["added_tokens"] = rebuilt["added_tokens"][:5]
+    tokenizer = Tokenizer.from_str(json.dumps(rebuilt))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+def characters_metadata(kind: str) -> dict[str, Any]:
+    model = json.loads(characters(kind).to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    special = {"mmbert": [6] * 256, "whitespace": []}[kind]
+    return {
+        "tokenizer.ggml.model": {"mmbert": "gpt2", "whitespace": "whitespace"}[kind],
+        "tokenizer.ggml.pre": kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * 5 + special + [1] * (len(tokens) - 5 - len(special)),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.normalizer.lowercase": kind == "whitespace",
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+
+
+@pytest.mark.parametrize("kind", ["mmbert", "whitespace"])
+def test_merges_of_characters_are_those_of_the_repository(kind: str) -> None:
+    """Rejects a text or a word without its first space, characters that are no bytes, words that
+    are merged across spaces, and another casing. (llama.cpp splits mmBERT's texts at line ends
+    too.)"""
+    tokenizer, rebuilt = characters(kind), HFTokenizer.from_gguf(characters_metadata(kind))
+    assert len({len(tokenizer.encode(text).ids) for text in texts()}) > 10
+    for text in texts():
+        text = text.replace("\n", "x")
+        assert rebuilt.encode(text) == tokenizer.encode(text).ids, text
+
+
 @pytest.mark.parametrize("is_cased", [False, True])
 def test_word_pieces_are_those_of_the_repository(is_cased: bool) -> None:
     """Rejects words whose parts are marked the other way round, another casing, and token types
@@ -385,11 +440,14 @@ def test_unigrams_are_those_of_the_repository() -> None:
     assert rebuilt.encode_pair("abc d", "e") == (pair.ids, pair.type_ids)
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5"])
+@pytest.mark.parametrize("kind", ["bert", "t5", "mmbert", "whitespace"])
 def test_tokens_equal_those_of_llama_cpp(kind: str, tmp_path: Path) -> None:
-    metadata = (
-        word_piece_metadata(word_piece(False)) if kind == "bert" else unigram_metadata(unigram())
-    )
+    if kind == "bert":
+        metadata = word_piece_metadata(word_piece(False))
+    elif kind == "t5":
+        metadata = unigram_metadata(unigram())
+    else:
+        metadata = characters_metadata(kind)
 
     def add_tokenizer(writer: gguf.GGUFWriter) -> None:
         for key, value in metadata.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,23 @@ def test_logits_are_those_of_the_dequantised_model(format: str, tmp_path: Path) 
     assert np.array_equal(np.concatenate(steps), together)
 
 
-def test_one_bit_weights_become_four_bits_without_loss(tmp_path: Path) -> None:
-    """Rejects swapped signs, and scales of other blocks."""
+def one_bit_values(matrix: np.ndarray) -> np.ndarray:
+    blocks = matrix.reshape(-1, 128)
+    scale = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).astype(np.float32)
+    return np.where(blocks >= 0, scale, -scale).reshape(matrix.shape)
+
+
+def two_bit_values(matrix: np.ndarray) -> np.ndarray:
+    blocks = matrix.reshape(-1, 64)
+    scale = (np.abs(blocks).max(1, keepdims=True) / 2).astype(np.float16).astype(np.float32)
+    return (scale * np.clip(np.rint(blocks / scale), -1, 2)).reshape(matrix.shape)
+
+
+@pytest.mark.parametrize(("format", "values"), [("Q1_0", one_bit_values), ("Q2_0", two_bit_values)])
+def test_few_bits_become_four_without_loss(
+    format: str, values: Callable[[np.ndarray], np.ndarray], tmp_path: Path
+) -> None:
+    """Rejects swapped signs, another order of the numbers of a byte, and scales of other blocks."""
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
     random = np.random.default_rng(3)
     widths = {name: tensor.shape for name, tensor in make_tensors("llama").items()}
@@ -53,12 +69,10 @@ def test_one_bit_weights_become_four_bits_without_loss(tmp_path: Path) -> None:
         name: random.standard_normal([larger[size] for size in shape]).astype(np.float32)
         for name, shape in widths.items()
     }
-    write_gguf(tmp_path / "m.gguf", "llama", tensors, "Q1_0", sizes)
+    write_gguf(tmp_path / "m.gguf", "llama", tensors, format, sizes)
     for name, tensor in tensors.items():
         if tensor.ndim == 2:
-            blocks = tensor.reshape(-1, 128)
-            scale = np.abs(blocks).mean(1, keepdims=True).astype(np.float16).astype(np.float32)
-            tensors[name] = np.where(blocks >= 0, scale, -scale).reshape(tensor.shape)
+            tensors[name] = values(tensor)
     write_gguf(tmp_path / "dense.gguf", "llama", tensors, "F32", sizes)
     checkpoint, dense = (load_checkpoint(tmp_path / f"{name}.gguf") for name in ("m", "dense"))
     for name, tensor in dense.tensors.items():

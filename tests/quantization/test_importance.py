@@ -99,6 +99,36 @@ def test_the_package_gguf_reads_what_is_written(tmp_path: Path) -> None:
     assert np.array_equal(sums, matrix.sums["blk.0.ffn_up.weight"])
 
 
+def test_the_older_format_is_written_as_by_llama_imatrix(tmp_path: Path) -> None:
+    """Calls are chunks of 128 inputs, rounded up; experts without inputs have ones, and matrices
+    without any are left out. Rejects sums in place of means, and calls that are rounded down."""
+    sums = {
+        "blk.1.ffn_up_exps.weight": np.array([[130.0, 260.0], [0.0, 0.0]], np.float32),
+        "blk.0.attn_q.weight": np.array([[128.0, 64.0]], np.float32),
+        "blk.2.attn_q.weight": np.zeros((1, 2), np.float32),
+    }
+    counts = {
+        "blk.1.ffn_up_exps.weight": np.array([130.0, 0.0], np.float32),
+        "blk.0.attn_q.weight": np.array([128.0], np.float32),
+        "blk.2.attn_q.weight": np.zeros(1, np.float32),
+    }
+    path = tmp_path / "matrix.dat"
+    matrix = ImportanceMatrix(sums, counts, ["é.txt"], 2)
+    matrix.write(path)
+    first, second = b"blk.0.attn_q.weight", b"blk.1.ffn_up_exps.weight"
+    assert path.read_bytes() == b"".join(
+        [
+            struct.pack("<ii", 2, len(first)) + first,
+            struct.pack("<iiff", 1, 2, 1.0, 0.5),
+            struct.pack("<i", len(second)) + second,
+            struct.pack("<iiffff", 2, 4, 2.0, 4.0, 2.0, 2.0),
+            struct.pack("<ii", 2, 6) + "é.txt".encode(),
+        ]
+    )
+    found = read_importance(path).importance()
+    assert found["blk.1.ffn_up_exps.weight"].tolist() == [1.0, 2.0, 1.0, 1.0]
+
+
 def test_experts_that_no_text_used_weigh_all_inputs_alike() -> None:
     sums = np.array([[2.0, 6.0], [0.0, 0.0]], np.float32)
     counts = np.array([2.0, 0.0], np.float32)

@@ -19,11 +19,15 @@ from anydecode.benchmarks.footprint_worker import STEPS
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.models.loading import resolve
+from anydecode.models.loading.gguf_split import part_names
 from anydecode.report import JsonFile, split_names, table_console, write_report
 
 #: Packages below this size are added up in the table.
 _MIN_LISTED = 2**20
 _MIB = 2**20
+_CHUNK = 16 * _MIB
+#: The step with which opening a model begins; those after it belong to it too.
+_OPENING = STEPS.index("read the file, build the tokenizer")
 
 
 def installed_sizes(root: str = "anydecode") -> dict[str, int]:
@@ -56,6 +60,24 @@ def _size(distribution: importlib.metadata.Distribution) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
+def weight_files(model: Path) -> list[Path]:
+    """The files of a model's weights: a GGUF file with all its parts, or those of a folder."""
+    if model.is_file():
+        return [Path(name) for name in part_names(str(model))]
+    return sorted(model.glob("*.safetensors"))
+
+
+def seconds_to_read(files: list[Path]) -> float:
+    """How long it takes to read all bytes of the files, one after the other."""
+    buffer = bytearray(_CHUNK)
+    started = time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - started
+
+
 def run_worker(model: str, threads: int, sequences: int, context: int) -> dict[str, Any]:
     """Start one process; returns what `footprint_worker` prints.
 
@@ -77,10 +99,15 @@ def run_worker(model: str, threads: int, sequences: int, context: int) -> dict[s
 def measure(
     model: str, threads: int, settings: list[tuple[int, int]], rounds: int
 ) -> dict[str, Any]:
-    """The report: the packages, the steps to the first token and to a ready server, and the peak
-    memory of each (number of sequences, prompt tokens) of `settings`."""
+    """The report: the packages, the steps to the first token and to a ready server, the reading of
+    the weights' bytes alone, and the peak memory of each (number of sequences, prompt tokens) of
+    `settings`."""
     run_worker(model, threads, 1, 16)  # compiles kernels and measures costs, once per machine
-    runs = [run_worker(model, threads, 1, 16) for _ in range(rounds)]
+    files = weight_files(Path(model))
+    reads, runs = [], []
+    for _ in range(rounds):
+        reads.append(seconds_to_read(files))  # just before, so that both find the file in memory
+        runs.append(run_worker(model, threads, 1, 16))
     return {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
@@ -92,6 +119,13 @@ def measure(
                 "resident": runs[0]["steps"][step]["resident"],
             }
             for step in STEPS
+        },
+        "reading": {
+            "bytes": sum(file.stat().st_size for file in files),
+            "seconds": median(reads),
+            "opening_seconds": median(
+                sum(run["steps"][step]["seconds"] for step in STEPS[_OPENING:]) for run in runs
+            ),
         },
         "server_ready": median(
             seconds_to_serve("anydecode", None, model, threads) for _ in range(rounds)
@@ -135,6 +169,12 @@ def print_report(report: dict[str, Any]) -> None:
         after = "" if values["resident"] is None else f"{values['resident'] / _MIB:.0f}"
         table.add_row(step, f"{values['seconds']:.3f}", f"{total:.3f}", after)
     console.print(table)
+    reading = report["reading"]
+    beyond = reading["opening_seconds"] - reading["seconds"]
+    print(
+        f"from the file to the first token {reading['opening_seconds']:.3f} s; reading its"
+        f" {reading['bytes'] / _MIB:.0f} MiB alone {reading['seconds']:.3f} s: {beyond:.3f} s more"
+    )
     print(f"a server accepts requests {report['server_ready']:.3f} s after its start\n")
     table = Table("sequences", "prompt tokens", "peak MiB", "keys and values", box=None,
                   title="peak memory", title_justify="left")  # fmt: skip

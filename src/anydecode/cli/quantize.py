@@ -42,7 +42,11 @@ def quantize(
     ] = None,
     save_imatrix: Annotated[
         Path | None,
-        typer.Option("--save-imatrix", help="Write the importance matrix of --calibrate here."),
+        typer.Option(
+            "--save-imatrix",
+            help="Write the importance matrix of --calibrate here: in GGUF, or in llama-imatrix's"
+            " older format if the name ends with .dat.",
+        ),
     ] = None,
     epochs: Annotated[
         int | None,

@@ -178,7 +178,11 @@ _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
 _BOS_FIRST = (*_LLAMA_3, "tekken", "chameleon")
 #: Pre-tokenizers of files that call these tokenizers "gpt2": merges of characters, not of bytes.
-_OF_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
+_OF_CHARACTERS = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "mmbert")
+#: The name of such a pre-tokenizer whose words start at spaces.
+_OF_WORDS = "mmbert"
+#: The pre-tokenizer of jina-embeddings-v2-base-zh, which is a kind of tokenizers too.
+_WHITESPACE = "whitespace"
 
 #: Maximum length of a token: every split of a token in two is looked up.
 MAX_TOKEN_CHARACTERS = 1 << 12
@@ -215,6 +219,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         "gpt2": _byte_level,
         "llama": _sentencepiece,
         "gemma4": _merged_characters,
+        _WHITESPACE: _words_between_spaces,
         "bert": word_piece,
         "t5": unigram,
         "plamo2": plamo,
@@ -243,10 +248,12 @@ def _byte_level(
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name in _OF_CHARACTERS:
         return _merged_characters(metadata, tokens, types, source)
+    if name == _WHITESPACE:
+        return _words_between_spaces(metadata, tokens, types, source)
     if name not in PATTERNS:
+        supported = ", ".join((*PATTERNS, *_OF_CHARACTERS, _WHITESPACE))
         raise CheckpointError(
-            f"{source}: pre-tokenizer {name!r} is not supported; supported are"
-            f" {', '.join(PATTERNS)}"
+            f"{source}: pre-tokenizer {name!r} is not supported; supported are {supported}"
         )
     model = BPE(
         vocab={token: index for index, token in enumerate(tokens)},
@@ -265,19 +272,46 @@ def _merged_characters(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
 ) -> Tokenizer:
     """Gemma 4: merges of characters, with marks for spaces and bytes for unknown ones. Runs of
-    line ends are merged separately."""
-    model = BPE(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=_merges(metadata, source),
-        byte_fallback=_BYTE in types,
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\\n+"), "isolated")
+    line ends are merged separately. In mmBERT a line begins with a space, and each space begins a
+    word."""
+    tokenizer = Tokenizer(_characters(metadata, tokens, types, source))
+    marks: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    splits: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex("\\n+"), "isolated")]
+    if metadata.get("tokenizer.ggml.pre") == _OF_WORDS:
+        marks += [
+            normalizers.Replace(Regex(rf"\n(?=[^\n{_SPACE}])"), f"\n{_SPACE}"),
+            normalizers.Prepend(_SPACE),
+            normalizers.Replace(Regex(rf"\A{_SPACE}(?=[\n{_SPACE}])"), ""),
+        ]
+        splits.append(pre_tokenizers.Split(Regex(rf"{_SPACE}[^{_SPACE}]*"), "isolated"))
+    tokenizer.normalizer = normalizers.Sequence(marks)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer
+
+
+def _words_between_spaces(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> Tokenizer:
+    """Merges of characters within words; spaces are left out."""
+    tokenizer = Tokenizer(_characters(metadata, tokens, types, source))
+    if metadata.get("tokenizer.ggml.normalizer.lowercase", False):
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _characters(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
+) -> BPE:
+    """Merges of characters; one that is no token becomes its bytes, where these are tokens."""
+    return BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=_merges(metadata, source),
+        byte_fallback=_BYTE in types,
+    )
 
 
 def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]]:

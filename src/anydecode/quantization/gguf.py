@@ -93,8 +93,9 @@ def quantize_file(
         progress: Called with the bytes written, those in all, and the name of a tensor.
         given: Tensors that are quantised already, by name.
         importance: The importance of the inputs of matrices, by the name of the tensor:
-            float32 `[in_features]`, or `[experts, in_features]`. Matrices without one are rounded
-            as without an importance matrix.
+            float32 `[in_features]`, `[experts, in_features]` or, as older files have it,
+            `[experts * in_features]`. Matrices without one are rounded as without an importance
+            matrix.
 
     Raises:
         InvalidRequestError: The format is unknown, the target cannot be written, or an importance
@@ -117,8 +118,11 @@ def quantize_file(
             " have no factors of their own"
         )
     check_source(file)
-    for name, vector in importance.items():
-        _check_importance(file, name, vector)
+    importance = {
+        name: _fitting(file, file.tensors[name], vector)
+        for name, vector in importance.items()
+        if name in file.tensors
+    }
     mixed = mixed_formats(format, file.tensors, file.metadata) if format in MIXES else {}
     plan = {info.name: _planned(info, mixed.get(info.name, base)) for info in file.tensors.values()}
     errors = _Errors()
@@ -187,16 +191,17 @@ def _base(format: str) -> str:
     raise InvalidRequestError(f"unknown format {format.lower()!r}; choose from {allowed}")
 
 
-def _check_importance(file: GGUFFile, name: str, vector: np.ndarray) -> None:
-    info = file.tensors.get(name)
-    if info is None:
-        return
+def _fitting(file: GGUFFile, info: TensorInfo, vector: np.ndarray) -> np.ndarray:
+    """The importance of the inputs of a tensor, `[in_features]` or `[experts, in_features]`."""
     allowed = (*info.shape[:-2], info.shape[-1])
-    if vector.shape not in (allowed, allowed[-1:]):
+    if vector.shape == allowed[-1:]:
+        return vector
+    if vector.size != math.prod(allowed):
         raise InvalidRequestError(
-            f"the importance matrix has {list(vector.shape)} numbers for {name!r} of"
+            f"the importance matrix has {list(vector.shape)} numbers for {info.name!r} of"
             f" {file.path}; allowed are {list(allowed)}: is it that of another model?"
         )
+    return vector.reshape(allowed)
 
 
 def check_source(file: GGUFFile) -> None:

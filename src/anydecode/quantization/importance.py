@@ -6,8 +6,9 @@ the two formats of llama.cpp's `llama-imatrix`: GGUF, and the older one.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,11 +56,19 @@ class ImportanceMatrix:
         return found
 
     def write(self, path: Path) -> None:
-        """Write a GGUF file as `llama-imatrix` does.
+        """Write a file as `llama-imatrix` does: in its older format if the name ends with `.dat`,
+        else in GGUF.
 
         Raises:
             InvalidRequestError: The file cannot be written.
         """
+        parts = self._old_parts() if path.suffix == ".dat" else self._gguf_parts()
+        try:
+            path.write_bytes(b"".join(parts))
+        except OSError as error:
+            raise InvalidRequestError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def _gguf_parts(self) -> Iterator[bytes]:
         tensors: dict[str, np.ndarray] = {}
         for name, sums in self.sums.items():
             tensors[f"{name}{_SUMS}"] = sums
@@ -78,14 +87,26 @@ class ImportanceMatrix:
             )
         }
         header, offsets, _ = header_of(entries, plan)
-        try:
-            with path.open("wb") as out:
-                out.write(header)
-                for name, tensor in tensors.items():
-                    out.write(b"\0" * (len(header) + offsets[name] - out.tell()))
-                    out.write(np.ascontiguousarray(tensor, np.float32).tobytes())
-        except OSError as error:
-            raise InvalidRequestError(f"{path}: cannot be written: {error.strerror}") from None
+        yield header
+        end = 0
+        for name, tensor in tensors.items():
+            yield b"\0" * (offsets[name] - end)
+            yield np.ascontiguousarray(tensor, np.float32).tobytes()
+            end = offsets[name] + tensor.nbytes
+
+    def _old_parts(self) -> Iterator[bytes]:
+        """Matrices by name: the number of chunks that reached one, and the means times it."""
+        used = sorted(name for name, counts in self.counts.items() if counts.any())
+        yield struct.pack("<i", len(used))
+        means = self.importance()
+        for name in used:
+            calls = math.ceil(self.counts[name].max() / LENGTH)
+            values = (means[name] * np.float32(calls)).astype("<f4")
+            encoded = name.encode()
+            yield struct.pack("<i", len(encoded)) + encoded
+            yield struct.pack("<ii", calls, values.size) + values.tobytes()
+        dataset = (self.datasets or ["texts"])[-1].encode()
+        yield struct.pack("<ii", self.num_chunks, len(dataset)) + dataset
 
 
 def read_importance(path: Path) -> ImportanceMatrix:
@@ -146,7 +167,8 @@ def _floats(file: GGUFFile, name: str) -> np.ndarray:
 
 def _read_old(path: Path, data: bytes) -> ImportanceMatrix:
     """Entries of a name, the number of calls, and sums; then the number of chunks and the name of
-    the texts, which older files lack."""
+    the texts, which older files lack. The sums of experts follow each other: their number is not
+    stored."""
     position = 0
 
     def take(size: int) -> bytes:

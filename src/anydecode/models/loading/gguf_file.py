@@ -79,11 +79,12 @@ _OTHER_FORMATS = {
     24: "I8",
     25: "I16",
     28: "F64",
-    42: "Q2_0",
 }
-#: A format without kernels, whose blocks of 128 signs become four of Q4_0 each, without loss.
-_SIGNS, _SIGNS_CODE, _SIGNS_BLOCK = "Q1_0", 41, (128, 18)
-_SIGNS_STEP = 1 << 16  # blocks that are converted at once
+#: Formats without kernels, whose blocks become four or two of Q4_0 each, without loss: a scale in
+#: float16 and 128 bits. A number is -1 or 1 in Q1_0, and one of -1 to 2 in Q2_0.
+_FEW_BITS_CODES = {41: "Q1_0", 42: "Q2_0"}
+_FEW_BITS = {"Q1_0": 1, "Q2_0": 2}  # per number
+_FEW_BITS_BYTES, _FEW_BITS_STEP = 18, 1 << 16  # of a block; blocks that are converted at once
 #: The format of BitNet's own program, without kernels here: codes of two bits and one factor for
 #: the whole matrix. They become TQ2_0 without loss.
 _TERNARY, _TERNARY_CODE = "I2_S", 36
@@ -172,8 +173,8 @@ class GGUFFile:
         if not is_packed(info.format):
             return raw.view(DTYPES[info.format]).reshape(info.shape)
         rows = math.prod(info.shape[:-1])
-        if info.format == _SIGNS:
-            data = _signs_as_q4_0(raw).reshape(rows, -1)
+        if info.format in _FEW_BITS:
+            data = _as_q4_0(raw, _FEW_BITS[info.format]).reshape(rows, -1)
             return Weight("Q4_0", rows, info.shape[-1], data, weight_name)
         if info.format == _TERNARY:
             return _ternary(raw, rows, weight_name)
@@ -201,14 +202,17 @@ class GGUFFile:
         return self.view(inner, weight_name)
 
 
-def _signs_as_q4_0(raw: np.ndarray) -> np.ndarray:
-    """Blocks of Q4_0 from those of Q1_0: a scale in float16, and a bit for each sign."""
-    blocks = raw.reshape(-1, _SIGNS_BLOCK[1])
-    out = np.empty((len(blocks), 4, 18), np.uint8)
-    for start in range(0, len(blocks), _SIGNS_STEP):
-        part = blocks[start : start + _SIGNS_STEP]
-        bits = np.unpackbits(part[:, 2:], axis=1, bitorder="little").reshape(-1, 4, 2, 16)
-        codes = 7 + 2 * bits  # of -1 and 1: the zero of Q4_0 is 8
+def _as_q4_0(raw: np.ndarray, bits: int) -> np.ndarray:
+    """Blocks of Q4_0 from those of Q1_0 (1 bit per number) or Q2_0 (2 bits)."""
+    blocks = raw.reshape(-1, _FEW_BITS_BYTES)
+    count = 4 // bits
+    out = np.empty((len(blocks), count, 18), np.uint8)
+    for start in range(0, len(blocks), _FEW_BITS_STEP):
+        part = blocks[start : start + _FEW_BITS_STEP]
+        fields = np.unpackbits(part[:, 2:], axis=1, bitorder="little").reshape(-1, bits)
+        # The zero of Q4_0 is 8.
+        codes = 7 + (2 * fields[:, 0] if bits == 1 else fields[:, 0] + 2 * fields[:, 1])
+        codes = codes.reshape(-1, count, 2, 16)
         out[start : start + len(part), :, :2] = part[:, None, :2]
         out[start : start + len(part), :, 2:] = codes[:, :, 0] | codes[:, :, 1] << 4
     return out
@@ -326,16 +330,17 @@ class _Header:
     def _tensor_info(
         self, name: str, shape: tuple[int, ...], code: int, base: int, offset: int, alignment: int
     ) -> TensorInfo:
-        format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code)
-        if code in (_SIGNS_CODE, _TERNARY_CODE):
-            format = _SIGNS if code == _SIGNS_CODE else _TERNARY
+        own = {_TERNARY_CODE: _TERNARY, **_FEW_BITS_CODES}
+        format = FORMAT_CODES.get(code) or INTEGER_CODES.get(code) or own.get(code)
         if format is None:
             format_name = _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
-                f" {', '.join(sorted((*BLOCKS, _SIGNS, _TERNARY)))}"
+                f" {', '.join(sorted((*BLOCKS, *own.values())))}"
             )
-        values, block_bytes = _SIGNS_BLOCK if format == _SIGNS else BLOCKS.get(format, (1, 0))
+        values, block_bytes = BLOCKS.get(format, (1, 0))
+        if format in _FEW_BITS:
+            values, block_bytes = 128 // _FEW_BITS[format], _FEW_BITS_BYTES
         if format in _INTEGERS:
             block_bytes = _INTEGERS[format].itemsize
         if format == _TERNARY:
