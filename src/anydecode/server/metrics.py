@@ -38,8 +38,8 @@ class Metrics:
             "batch_requests", "Requests of batches, by endpoint and status.", "endpoint", "status"
         )
         self.cancelled = self._counter("cancelled_requests", "Requests whose client disconnected.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
-        self.generated = self._counter("generation_tokens", "Generated tokens.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, as in usage.")
+        self.generated = self._counter("generation_tokens", "Generated tokens, as in usage.")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from submission to the first token.", _SECONDS
         )
@@ -55,11 +55,9 @@ class Metrics:
         self.registry.register(EngineCollector(models, has_names))
 
     def record(self, generations: list[Generation]) -> None:
-        """Record finished generations."""
+        """Record the times and passes of finished generations."""
         for generation in generations:
             stats = generation.stats
-            self.prompt_tokens.inc(stats.num_prompt_tokens)
-            self.generated.inc(stats.num_tokens)
             self.time_to_first_token.observe(stats.time_to_first_token)
             self.request_seconds.observe(stats.seconds)
             if stats.passes:

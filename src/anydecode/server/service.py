@@ -224,6 +224,7 @@ class Service:
         if not run.done:
             self.metrics.cancelled.inc()
             facts["finish"] = "disconnected"
+            self._count_tokens(run, facts, is_complete=False)
             return
         state["count"] = lambda: self._count(run, facts)
 
@@ -234,13 +235,25 @@ class Service:
             generations = run.generations()
         except Exception as error:
             facts["error"] = type(error).__name__  # its text may quote the request
+            self._count_tokens(run, facts, is_complete=False)
             return
         self.metrics.record(generations)
-        facts["prompt_tokens"] = sum(len(request.prompt) for request in run.requests)
-        facts["completion_tokens"] = sum(len(one.tokens) for one in generations)
+        self._count_tokens(run, facts, is_complete=True)
         facts["passes"] = sum(one.stats.passes for one in generations)
         facts["ttft_ms"] = round(1e3 * min(g.stats.time_to_first_token for g in generations), 2)
         facts["finish"] = generations[0].finish_reason
+
+    def _count_tokens(self, run: ServerRun, facts: dict[str, Any], *, is_complete: bool) -> None:
+        """Record the tokens of a run in the metrics and the log, counted as in `usage`. Prompts of
+        an incomplete run count if a token has been generated: others may not have been computed."""
+        num_prompt_tokens = num_tokens = 0
+        for request in run.requests:
+            generated = sum(len(job.sequence.tokens) for job in request.jobs)
+            num_tokens += generated
+            num_prompt_tokens += len(request.prompt) if is_complete or generated else 0
+        self.metrics.prompt_tokens.inc(num_prompt_tokens)
+        self.metrics.generated.inc(num_tokens)
+        facts["prompt_tokens"], facts["completion_tokens"] = num_prompt_tokens, num_tokens
 
 
 def usage(run: ServerRun, parser: Callable[[], Parser] | None = None) -> dict[str, Any]:
