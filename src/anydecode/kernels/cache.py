@@ -125,6 +125,18 @@ def encode(format: str, x: np.ndarray) -> np.ndarray:
     return packed.reshape(*x.shape[:-1], stored_width(format, x.shape[-1]))
 
 
+def round_queries(format: str, q: np.ndarray) -> np.ndarray:
+    """Queries float32 `[..., head_dim]` as attention over a cache of this format reads them: for
+    "int8" rounded to 8 bits, in blocks of 32 numbers as keys are, with scales in float32."""
+    if format != "int8":
+        return q
+    padding = [(0, 0)] * (q.ndim - 1) + [(0, -q.shape[-1] % 32)]
+    padded = np.pad(q, padding)
+    with np.errstate(all="ignore"):  # infinities and NaN pass through
+        codes, scales = _int8_codes(padded.reshape(-1, 32))
+    return (codes * scales).reshape(padded.shape)[..., : q.shape[-1]]
+
+
 def decode(format: str, stored: np.ndarray, head_dim: int) -> np.ndarray:
     """Convert vectors in a cache format back to float32 `[..., head_dim]`."""
     name = CACHE_FORMATS[format]
@@ -145,11 +157,16 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).view(np.uint8)
 
 
-def _int8_blocks(x: np.ndarray) -> np.ndarray:
+def _int8_codes(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of 32 numbers as whole numbers up to 127 (int8) and their scales `[blocks, 1]`."""
     largest = np.abs(x).max(1, keepdims=True)
     inverse = np.where(largest > np.float32(4e-37), np.float32(127) / largest, np.float32(0))
-    codes = np.rint(x * inverse).astype(np.int8).view(np.uint8)
-    return np.concatenate((_half(largest / np.float32(127.0)), codes), 1)
+    return np.rint(x * inverse).astype(np.int8), largest / np.float32(127.0)
+
+
+def _int8_blocks(x: np.ndarray) -> np.ndarray:
+    codes, scales = _int8_codes(x)
+    return np.concatenate((_half(scales), codes.view(np.uint8)), 1)
 
 
 def _int4_blocks(x: np.ndarray) -> np.ndarray:

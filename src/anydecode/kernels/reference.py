@@ -15,7 +15,13 @@ import numpy as np
 import torch
 
 from anydecode.kernels import elementary
-from anydecode.kernels.cache import CACHE_FORMATS, decode, encode, stored_width
+from anydecode.kernels.cache import (
+    CACHE_FORMATS,
+    decode,
+    encode,
+    round_queries,
+    stored_width,
+)
 from anydecode.kernels.formats import DTYPES, dequantize, dequantize_rows
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
@@ -834,6 +840,8 @@ def _attend(
     rows, group = q.shape[0], shape.num_heads // shape.num_kv_heads
     mask = (table >= 0)[:, None, None, :]
     query = q.view(rows, shape.num_kv_heads, group, 1, shape.head_dim)
+    if CACHE_FORMATS[format] not in DTYPES:
+        query = as_tensor(round_queries(format, as_numpy(query)), q.device)
     slots = table.clamp(min=0)
     key = _decode(format, keys[slots], shape.head_dim).transpose(1, 2).unsqueeze(2)
     scores = elementary.tree_sum(query * key) * shape.scale

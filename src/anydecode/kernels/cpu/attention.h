@@ -5,44 +5,8 @@
 #ifndef ANYDECODE_ATTENTION_H
 #define ANYDECODE_ATTENTION_H
 
-#include "cache_vectors.h"
-#include "plan.h"
-
-/* The online-softmax state over some keys, for each query head of a tile. */
-typedef struct {
-  float *sums;  /* [heads, padded] */
-  float *total; /* [heads, 8]: sums of weights per lane */
-  float *max;   /* [heads]: running maximum scores */
-} State;
-
-typedef struct {
-  int kv_head, head_dim, padded, value_padded, group;
-  int64_t bytes; /* of one head's key or value */
-  const Op *op;
-  const char *keys, *values; /* the key head's */
-  const int32_t *table;
-  int format;
-} Heads;
-
-/* One thread's scratch memory. */
-typedef struct {
-  const char *key[KEY_BLOCK], *value[KEY_BLOCK]; /* the vectors of one block */
-  int format;             /* of those vectors */
-  float *keys, *values;   /* [32, padded]: vectors that were converted beforehand */
-  const float *zeros;     /* [padded], zero in every format: for positions without a slot */
-  float *q;             /* [rows, group, padded] */
-  float *panels;        /* the same as panels [padded, 16 heads], the last one maybe [padded, 8] */
-  int panel_heads;      /* the heads in them; 0: there are none */
-  float *scores;        /* [rows, group, 32] */
-  float *block_max;     /* [rows, group]: maximum scores of a block */
-  float *rescale;       /* [rows, group, 8]: factor for the earlier sums, in every lane */
-  float *slopes, *row_positions; /* [rows, group]: of biases; slopes: with a reach, the heads */
-  float start;                   /* the first position of the block */
-  int end;                       /* of the positions of the tile's table in this part */
-  Heads next;                    /* of the thread's next part; its table starts at its positions */
-  int num_next;                  /* of these positions; 0: none */
-  State segment, all;
-} Scratch;
+#include "attention_keys.h"
+#include "integer_attention.h"
 
 /* What one part of attention computes: the rows of a tile, one key head, and the segments
  * [first, last). */
@@ -50,72 +14,18 @@ typedef struct {
   int tile, kv_head, first, last;
 } AttentionPart;
 
-static State make_state(float *base, int padded, int heads) {
-  State state = {base, base + (int64_t)heads * padded, 0};
-  state.max = state.total + heads * 8;
-  return state;
-}
-
-static Scratch make_scratch(float *base, int padded, int group) {
-  int heads = ATTENTION_ROWS * group;
-  Scratch scratch = {.keys = base, .values = base + KEY_BLOCK * padded};
-  scratch.q = scratch.values + KEY_BLOCK * padded + padded;
-  scratch.zeros = memset(scratch.q - padded, 0, (size_t)padded * 4);
-  for (int j = 0; j < KEY_BLOCK; j++)
-    scratch.key[j] = scratch.value[j] = (const char *)scratch.zeros;
-  scratch.scores = scratch.q + (int64_t)heads * padded;
-  scratch.rescale = scratch.scores + heads * KEY_BLOCK;
-  scratch.block_max = scratch.rescale + heads * 8;
-  scratch.slopes = scratch.block_max + heads;
-  scratch.row_positions = scratch.slopes + heads;
-  float *states = scratch.row_positions + heads;
-  scratch.segment = make_state(states, padded, heads);
-  scratch.all = make_state(states + attention_state_floats(padded, heads), padded, heads);
-  float *end = states + 2 * attention_state_floats(padded, heads);
-  scratch.panels = (float *)(((uintptr_t)end + 63) / 64 * 64);
-  return scratch;
-}
-
-INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
-                          Scratch *scratch, int at) {
-  uint32_t present = 0;
-  int j = at;
-  for (; j < at + count; j++, slots++) {
-    scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
-    if (*slots < 0) continue;
-    const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
-    present |= 1u << j;
-    if (scratch->format == format && h->head_dim == padded) {
-      scratch->key[j] = key;
-      scratch->value[j] = value;
-      continue;
-    }
-    decode_vector(format, key, h->head_dim, padded, scratch->keys + j * padded);
-    scratch->key[j] = scratch->value[j] = (const char *)(scratch->keys + j * padded);
-    if (value == key) continue;
-    decode_vector(format, value, h->head_dim, padded, scratch->values + j * padded);
-    scratch->value[j] = (const char *)(scratch->values + j * padded);
-  }
-  /* Scores are computed by eights. What an earlier block left here may be of another format. */
-  for (; j % 8; j++) scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
-  return present;
-}
-
-/* Tile sizes in heads (the largest first) and in pairs of keys (or of vectors of a value), so that
- * each load serves several sums and the sums fit the registers. */
+/* A tile also has several pairs of keys, or of vectors of a value. */
 enum { TILE = 2 };
 #ifdef HAS_WIDE_PAIRS
-enum { MAX_HEADS = 12 };
-enum { MIN_PANEL_HEADS = 16 }; /* above max_loads(Q8_0): see fold_panels */
-INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : INT32_MAX; }
-#define FOR_EACH_TILE(fold) fold(12) fold(8) fold(6) fold(4) fold(3) fold(2) fold(1)
+enum { MIN_PANEL_HEADS = 16 };
+enum { MAX_LOADS = INT32_MAX }; /* the most heads that vectors are converted for as they are loaded */
 
 /* Add the products of eight numbers of a few queries and two pairs of keys. */
 INLINE void add_scores(int format, int heads, const float *q, int padded, const char *const *key,
-                       int d, const f8x2 *scales, f8x2 *sum) {
+                       int d, f8x2 *sum) {
   f8x2 k[TILE];
 #pragma GCC unroll 2
-  for (int j = 0; j < TILE; j++) k[j] = load_two(format, key + 2 * j, d, scales[j]);
+  for (int j = 0; j < TILE; j++) k[j] = load_two(format, key + 2 * j, d);
 #pragma GCC unroll 12
   for (int i = 0; i < heads; i++) {
     f8x2 part = f8x2_load_twice(q + i * padded + d);
@@ -127,10 +37,9 @@ INLINE void add_scores(int format, int heads, const float *q, int padded, const 
 /* Add `pairs` pairs of vectors of a value, weighted for a few heads. */
 INLINE void add_value(int format, int heads, const float *weights, const char *value, int at,
                       int pairs, f8x2 *sum) {
-  const char *const twice[2] = {value, value};
-  f8x2 part[TILE], scales = two_scales(format, twice, at);
+  f8x2 part[TILE];
 #pragma GCC unroll 2
-  for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value, at + 16 * v, scales);
+  for (int v = 0; v < pairs; v++) part[v] = load_pair(format, value, at + 16 * v);
 #pragma GCC unroll 12
   for (int i = 0; i < heads; i++) {
     f8x2 weight = f8x2_set(weights[i * KEY_BLOCK]);
@@ -140,20 +49,18 @@ INLINE void add_value(int format, int heads, const float *weights, const char *v
   }
 }
 #else
-enum { MAX_HEADS = 3 };
-INLINE int max_loads(int format) { return format == Q8_0 ? MAX_HEADS : 2 * MAX_HEADS; }
-#define FOR_EACH_TILE(fold) fold(3) fold(2) fold(1)
+enum { MAX_LOADS = 2 * MAX_HEADS };
 
 /* The same for 16 registers: 12 sums, three queries or weights, and one key or vector of a value. A
  * sum that does not fit would be stored and loaded in every step. */
 INLINE void add_scores(int format, int heads, const float *q, int padded, const char *const *key,
-                       int d, const f8x2 *scales, f8x2 *sum) {
+                       int d, f8x2 *sum) {
   f8 part[MAX_HEADS];
 #pragma GCC unroll 3
   for (int i = 0; i < heads; i++) part[i] = f8_load(q + i * padded + d);
 #pragma GCC unroll 4
   for (int j = 0; j < 2 * TILE; j++) {
-    f8 k = load_scaled(format, key[j], d, scales[j / 2].v[j % 2]);
+    f8 k = load_as(format, key[j], d);
 #pragma GCC unroll 3
     for (int i = 0; i < heads; i++) {
       f8 *to = &sum[TILE * i + j / 2].v[j % 2];
@@ -164,12 +71,12 @@ INLINE void add_scores(int format, int heads, const float *q, int padded, const 
 
 INLINE void add_value(int format, int heads, const float *weights, const char *value, int at,
                       int pairs, f8x2 *sum) {
-  f8 weight[MAX_HEADS], scale = scale_of(format, value, at);
+  f8 weight[MAX_HEADS];
 #pragma GCC unroll 3
   for (int i = 0; i < heads; i++) weight[i] = f8_set(weights[i * KEY_BLOCK]);
 #pragma GCC unroll 4
   for (int v = 0; v < 2 * pairs; v++) {
-    f8 part = load_scaled(format, value, at + 8 * v, scale);
+    f8 part = load_as(format, value, at + 8 * v);
 #pragma GCC unroll 3
     for (int i = 0; i < heads; i++) {
       f8 *to = &sum[TILE * i + v / 2].v[v % 2];
@@ -179,67 +86,22 @@ INLINE void add_value(int format, int heads, const float *weights, const char *v
 }
 #endif
 
-/* Vectors that end with a block, or with eight plain numbers, are converted to float32 as they are
- * loaded; others beforehand, as are those that are loaded for many heads. */
+/* Vectors that end with eight plain numbers are converted to float32 as they are loaded; others
+ * beforehand, as are those that are loaded for many heads. */
 INLINE int loaded_format(const Heads *h, int heads) {
-  int block = h->format == Q8_0 ? QUANT_BLOCK : 8, is_loaded = heads <= max_loads(h->format);
-  return h->format != Q4_1 && h->head_dim % block == 0 && is_loaded ? h->format : F32;
-}
-
-/* Find the keys and values of `count` positions. Bit j of the result: position j has a slot. */
-static uint32_t gather(const Heads *h, const int32_t *slots, int count, Scratch *scratch, int at) {
-  switch (h->format) {
-    case F32: return gather_as(F32, h->padded, h, slots, count, scratch, at);
-    case F16: return gather_as(F16, h->padded, h, slots, count, scratch, at);
-    case Q8_0: return gather_as(Q8_0, h->padded, h, slots, count, scratch, at);
-    case Q4_1: return gather_as(Q4_1, h->padded, h, slots, count, scratch, at);
-    default: return gather_as(BF16, h->padded, h, slots, count, scratch, at);
-  }
-}
-
-enum { BLOCKS_AHEAD = 4 };
-
-/* Prefetch slots a few blocks before they are used: they may be too scattered for the processor's
- * own prefetcher. Inlined, since GCC takes a function that only prefetches for one without effect,
- * and removes its calls. */
-INLINE void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
-  for (int j = 0; j < count; j++) {
-    if (slots[j] < 0) continue;
-    for (int b = 0; b < h->bytes; b += 64) {
-      __builtin_prefetch(h->keys + slots[j] * h->bytes + b, 0, 2);
-      if (h->values != h->keys) __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
-    }
-  }
-}
-
-/* Prefetch the block that lies BLOCKS_AHEAD blocks after the position `start`. Behind the end of this
- * part's positions those of the thread's next part follow. */
-INLINE void prefetch_ahead(const Heads *h, const Scratch *scratch, int start) {
-  int from = start + BLOCKS_AHEAD * KEY_BLOCK, left = scratch->end - from;
-  int here = left < 0 ? 0 : left < KEY_BLOCK ? left : KEY_BLOCK;
-  prefetch_slots(h, h->table + from, here);
-  from = left < 0 ? -left : 0;
-  left = scratch->num_next - from;
-  int there = left < KEY_BLOCK - here ? left : KEY_BLOCK - here;
-  if (there > 0) prefetch_slots(&scratch->next, scratch->next.table + from, there);
+  return h->format != Q4_1 && h->head_dim % 8 == 0 && heads <= MAX_LOADS ? h->format : F32;
 }
 
 /* Dot products of eight keys with each of a few queries, in the order of f8_fours. */
 INLINE void eight_scores(int format, int heads, const float *q, const char *const *key, int padded,
                          f8 *low, f8 *high) {
-  int block = format == Q8_0 ? QUANT_BLOCK : 8; /* of numbers with a scale */
 #pragma GCC unroll 2
   for (int four = 0; four < 2; four++) {
     f8x2 sum[MAX_HEADS * TILE];
 #pragma GCC unroll 24
     for (int j = 0; j < heads * TILE; j++) sum[j] = f8x2_set(0.0f);
-    for (int b = 0; b < padded; b += block) {
-      f8x2 scales[TILE];
-#pragma GCC unroll 2
-      for (int j = 0; j < TILE; j++) scales[j] = two_scales(format, key + 4 * four + 2 * j, b);
-      for (int d = b; d < b + block; d += 8)
-        add_scores(format, heads, q, padded, key + 4 * four, d, scales, sum);
-    }
+    for (int d = 0; d < padded; d += 8)
+      add_scores(format, heads, q, padded, key + 4 * four, d, sum);
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) {
       const f8x2 *pairs = sum + TILE * i;
@@ -248,69 +110,6 @@ INLINE void eight_scores(int format, int heads, const float *q, const char *cons
       (four ? high : low)[i] = f8_fours(each);
     }
   }
-}
-
-/* The number of a key's relative position, `distance` positions behind the row. */
-INLINE int relative_column(const Op *op, int distance) {
-  int reach = op->reach, d = distance < -reach ? -reach : distance > reach ? reach : distance;
-  return (int)op->slopes[d + reach];
-}
-
-/* Scores of the positions [j, j + 8) of the block plus the products of head `at` with relative
- * positions. */
-static f8 add_relative(const Op *op, const Scratch *scratch, int at, int j, int padded, f8 scores) {
-  const float *q = scratch->q + (int64_t)at * padded;
-  const float *tables = op->slopes + 2 * op->reach + 1;
-  int64_t head = (int64_t)scratch->slopes[at], size = (int64_t)op->groups * padded;
-  const float *keys = tables + head * size, *queries = keys + op->heads * size;
-  int distance = (int)(scratch->start - scratch->row_positions[at]) + j;
-  float found[8];
-  for (int i = 0; i < 8; i++) {
-    int64_t offset = (int64_t)relative_column(op, distance + i) * padded;
-    f8 sum = f8_set(0.0f);
-    for (int d = 0; d < padded; d += 8) {
-      sum = f8_fma(f8_load(q + d), f8_load(keys + offset + d), sum);
-      f8 key = load_as(scratch->format, scratch->key[j + i], d);
-      sum = f8_fma(key, f8_load(queries + offset + d), sum);
-    }
-    found[i] = f8_sum(sum);
-  }
-  return f8_fma(f8_load(found), f8_set(op->x), scores);
-}
-
-/* Scores of the positions [j, j + 8) of the block plus the biases of head `at`. */
-INLINE f8 add_biases(const Op *op, const Scratch *scratch, int at, int j, int padded, f8 scores) {
-  if (op->groups) return add_relative(op, scratch, at, j, padded, scores);
-  static const float lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-  float distance = scratch->start - scratch->row_positions[at] + (float)j;
-  if (op->reach) {
-    const float *biases = op->slopes + (int64_t)scratch->slopes[at] * (2 * op->reach + 1);
-    float found[8];
-    for (int i = 0; i < 8; i++) {
-      int d = (int)distance + i;
-      d = d < -op->reach ? -op->reach : d > op->reach ? op->reach : d;
-      found[i] = biases[d + op->reach];
-    }
-    return f8_add(scores, f8_load(found));
-  }
-  f8 distances = f8_add(f8_set(distance), f8_load(lanes));
-  if (op->count) distances = f8_sub(f8_set(0.0f), f8_abs(distances));
-  return f8_fma(f8_set(scratch->slopes[at]), distances, scores);
-}
-
-/* Store the scaled products of head `at` with eight keys as scores, -inf where not visible: bit k of
- * `eight`. Returns the scores. */
-INLINE f8 finish_eight(const Op *op, const Scratch *scratch, int at, int j, int padded,
-                       uint32_t eight, f8 s, float *to) {
-  if (op->y > 0) s = f8_mul(f8_set(op->y), f8_tanh(f8_mul(s, f8_set(1.0f / op->y))));
-  if (op->slopes) s = add_biases(op, scratch, at, j, padded, s);
-  f8_store(to, s);
-  if (eight != 255) {
-    for (int k = 0; k < 8; k++)
-      if (!((eight >> k) & 1)) to[k] = -INFINITY;
-    s = f8_load(to);
-  }
-  return s;
 }
 
 /* Scaled scores of the block for the heads [at, at + heads), -inf where not visible, and each head's
@@ -577,36 +376,8 @@ static void fold_block(const Heads *h, const Scratch *scratch, int first, int la
   switch (scratch->format) {
     case F16: fold_as(F16, h, scratch, first, last, masks); return;
     case BF16: fold_as(BF16, h, scratch, first, last, masks); return;
-    case Q8_0: fold_as(Q8_0, h, scratch, first, last, masks); return;
     default: fold_as(F32, h, scratch, first, last, masks);
   }
-}
-
-/* The mask of the block's positions that row r attends to. */
-INLINE uint32_t visible(const Pass *pass, const Op *op, int r, int start) {
-  int32_t end = row_end(pass, op, r) - start;
-  int32_t begin = row_begin(pass, op, r) - start;
-  if (end <= 0 || begin >= KEY_BLOCK) return 0;
-  uint32_t bits = end >= KEY_BLOCK ? 0xffffffffu : (1u << end) - 1;
-  return begin > 0 ? bits & ~((1u << begin) - 1) : bits;
-}
-
-/* The slots of row r's table in the layer of `op`. */
-INLINE const int32_t *table_of(const Pass *pass, const Op *op, int r) {
-  int32_t table = pass->table[r];
-  return pass->tables[table] + pass->table_stride[table] * op->layer;
-}
-
-/* Find the keys and values of the positions [start, end) of row r. Bit j of the result: position
- * start + j has a slot. */
-static uint32_t gather_row(const Pass *pass, const Heads *h, int r, int start, int end,
-                           Scratch *scratch) {
-  int32_t prefix = pass->prefix[r];
-  int32_t middle = prefix < start ? start : prefix < end ? prefix : end;
-  uint32_t present = gather(h, table_of(pass, h->op, r) + start, middle - start, scratch, 0);
-  if (middle == end) return present;
-  const int32_t *tail = pass->tails + pass->tail_start[r] + (middle - prefix);
-  return present | gather(h, tail, end - middle, scratch, middle - start);
 }
 
 /* Fold one block into the rows of a tile: first, together, the rows all of whose positions in the
@@ -661,6 +432,10 @@ static void load_queries(const Pass *pass, const Heads *h, int row, int rows, co
     scratch->slopes[i] = h->op->reach ? (float)head : h->op->slopes[head];
     scratch->row_positions[i] = (float)pass->positions[row + i / h->group];
   }
+  if (h->format == Q8_0) {
+    quantise_queries(h, rows * h->group, scratch);
+    return;
+  }
 #ifdef HAS_WIDE_PAIRS
   if (rows * h->group >= MIN_PANEL_HEADS) make_panels(scratch, h->padded, rows * h->group);
 #endif
@@ -677,6 +452,10 @@ static void attend_segment(const Plan *plan, const Heads *h, int row, int rows, 
     end = last > end ? last : end;
   }
   if (end > start + SEGMENT) end = start + SEGMENT;
+  if (h->format == Q8_0) {
+    attend_integers(plan, h, row, rows, start, end, scratch);
+    return;
+  }
   for (; start < end; start += KEY_BLOCK) attend_block(plan, h, row, rows, start, scratch);
 }
 

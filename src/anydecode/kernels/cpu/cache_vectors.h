@@ -31,42 +31,17 @@ INLINE f8 load_as(int format, const char *vector, int at) {
   return f8_load((const float *)vector + at);
 }
 
-/* The scale of the block that the number `at` is in. Only Q8_0 has them here. */
-INLINE f8 scale_of(int format, const char *vector, int at) {
-  return format == Q8_0 ? f8_set_f16(block_of(vector, at)) : f8_set(1.0f);
-}
-
-/* The numbers from `at` on of a vector, given the scale of their block. */
-INLINE f8 load_scaled(int format, const char *vector, int at, f8 scale) {
-  if (format == Q8_0)
-    return f8_mul(f8_load_s8(block_of(vector, at) + 2 + at % QUANT_BLOCK), scale);
-  return load_as(format, vector, at);
-}
-
-/* The scales of the blocks of two keys that the number `at` is in. Only Q8_0 has them here. */
-INLINE f8x2 two_scales(int format, const char *const *vectors, int at) {
-  if (format != Q8_0) return f8x2_set(1.0f);
-  return f8x2_join(f8_set_f16(block_of(vectors[0], at)), f8_set_f16(block_of(vectors[1], at)));
-}
-
-/* The numbers from `at` on of two keys; `scales`: see `two_scales`. */
-INLINE f8x2 load_two(int format, const char *const *vectors, int at, f8x2 scales) {
+/* The numbers from `at` on of two keys in a format of plain numbers. */
+INLINE f8x2 load_two(int format, const char *const *vectors, int at) {
   if (format == F32)
     return f8x2_load_two((const float *)vectors[0] + at, (const float *)vectors[1] + at);
-  if (format == Q8_0) {
-    int from = 2 + at % QUANT_BLOCK;
-    return f8x2_mul(
-        f8x2_load_two_s8(block_of(vectors[0], at) + from, block_of(vectors[1], at) + from), scales);
-  }
   const uint16_t *first = (const uint16_t *)vectors[0] + at;
   const uint16_t *second = (const uint16_t *)vectors[1] + at;
   return format == F16 ? f8x2_load_two_f16(first, second) : f8x2_load_two_bf16(first, second);
 }
 
-/* Two consecutive vectors of a value. `scales`: of its block, twice; of Q8_0 only. */
-INLINE f8x2 load_pair(int format, const char *vector, int at, f8x2 scales) {
-  if (format == Q8_0)
-    return f8x2_mul(f8x2_load_s8(block_of(vector, at) + 2 + at % QUANT_BLOCK), scales);
+/* Two consecutive vectors of a value in such a format. */
+INLINE f8x2 load_pair(int format, const char *vector, int at) {
   if (format == F16) return f8x2_load_f16((const uint16_t *)vector + at);
   if (format == BF16) return f8x2_load_bf16((const uint16_t *)vector + at);
   return f8x2_load((const float *)vector + at);

@@ -8,6 +8,7 @@
 /* Attention sums each segment of this many positions separately and adds the segments in order. */
 enum { SEGMENT = 128 };
 enum { KEY_BLOCK = 32, LANES = 8, QUANT_BLOCK = 32, ATTENTION_ROWS = 16 };
+enum { HEAD_TILE = 12 }; /* the most query heads that attention computes side by side */
 enum { GROUP = 2 * LANES }; /* output columns of a matrix that are stored together */
 
 /* Inlining makes formats and tile sizes compile-time constants; plain C does not need that. */
@@ -446,10 +447,19 @@ INLINE int64_t recurrence_floats(int head_dim, int state_size) {
   return (1 + MAX_BRANCH_STATES) * state + (head_dim + 7) / 8 * 16 + (state_size + 7) / 8 * 32;
 }
 
+/* Floats of scratch memory for attention of `heads` query heads over an int8 cache: see `Integers`. */
+INLINE int64_t integer_floats(int padded, int64_t heads) {
+  int64_t blocks = (padded + QUANT_BLOCK - 1) / QUANT_BLOCK;
+  int64_t values = QUANT_BLOCK * SEGMENT / 2, keys = QUANT_BLOCK * KEY_BLOCK / 4;
+  int64_t scales = KEY_BLOCK + 2 * SEGMENT + 1, weights = HEAD_TILE * SEGMENT / 2;
+  int64_t each = (int64_t)sizeof(Activations) / 4; /* of a query's block */
+  return blocks * (values + keys + scales + weights + heads * each) + heads * SEGMENT;
+}
+
 INLINE int64_t attention_scratch_floats(int head_dim, int group) {
   int64_t padded = (head_dim + 7) / 8 * 8, heads = ATTENTION_ROWS * group;
-  return (2 * KEY_BLOCK + 1) * padded + heads * (2 * padded + KEY_BLOCK + 8 + 3) + 32 +
-         2 * attention_state_floats((int)padded, (int)heads);
+  return (2 * KEY_BLOCK + 1) * padded + 8 + heads * (2 * padded + KEY_BLOCK + 8 + 3) + 32 +
+         2 * attention_state_floats((int)padded, (int)heads) + integer_floats((int)padded, heads);
 }
 
 #endif

@@ -128,6 +128,7 @@ INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
 }
 
 INLINE b32 b32_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE void b32_store(uint8_t *p, b32 x) { _mm256_storeu_si256((__m256i *)p, x); }
 INLINE b32 b32_and(b32 x, int mask) {
   return _mm256_and_si256(x, _mm256_set1_epi8((char)mask));
 }
@@ -138,6 +139,8 @@ INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
       _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), i);
 }
 INLINE b32 b32_xor(b32 x, b32 y) { return _mm256_xor_si256(x, y); }
+/* Signed bytes plus 128, or the reverse */
+INLINE b32 b32_flip_signs(b32 x) { return _mm256_xor_si256(x, _mm256_set1_epi8((char)0x80)); }
 INLINE b32 b32_sub(b32 x, b32 y) { return _mm256_sub_epi8(x, y); }
 /* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
 INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
@@ -213,6 +216,41 @@ INLINE quad quad_load(const int8_t *a) {
   return _mm256_set1_epi32(four);
 }
 
+/* Byte 4 * c + j of out[i]: byte 4 * i + j of from[c], for eight c and four i. */
+INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
+  __m256i x[4];
+  for (int i = 0; i < 4; i++) {
+    __m128i low = _mm_loadu_si128((const __m128i *)from[i]);
+    x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low),
+                                   _mm_loadu_si128((const __m128i *)from[i + 4]), 1);
+  }
+  __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpacklo_epi32(x[2], x[3]);
+  __m256i c = _mm256_unpackhi_epi32(x[0], x[1]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+  out[0] = _mm256_unpacklo_epi64(a, b);
+  out[1] = _mm256_unpackhi_epi64(a, b);
+  out[2] = _mm256_unpacklo_epi64(c, d);
+  out[3] = _mm256_unpackhi_epi64(c, d);
+}
+/* Lane c: signed bytes p[c] and q[c] as two int16. */
+INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
+  __m128i x = _mm_loadl_epi64((const __m128i *)p), y = _mm_loadl_epi64((const __m128i *)q);
+  return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
+}
+/* Floats rounded half to even to int16 */
+INLINE void f8_store_s16(int16_t *p, f8 x) {
+  __m256i n = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi32(_mm256_castsi256_si128(n),
+                                                 _mm256_extracti128_si256(n, 1)));
+}
+/* Lane c: sum[c] + w[2c] * a[0] + w[2c + 1] * a[1], of int16. */
+INLINE i8 add_word_dot(i8 sum, b32 w, quad a) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, w, a);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(w, a));
+#endif
+}
+
 /* Bits of the partial sums of products. AVX-512 multiplies pairs of vectors instead: simd_pairs.h. */
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 enum { PARTIAL_BITS = 32 };
@@ -227,8 +265,7 @@ INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) { return DO
 INLINE i8 widen_partial(partial_sums x) { return x; }
 typedef b32 byte_vector;
 INLINE byte_vector byte_weights(b32 w) { return w; }
-/* Stored bytes are offset by 128. */
-INLINE i8 initial_byte_sum(int32_t sum) { return i8_set(-128 * sum); }
+enum { BYTE_OFFSET = 128 }; /* of the bytes that are multiplied */
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return DOT(sum, w, a); }
 #else
 /* int16: sums of two products. Eight steps of at most 2 * 15 * 127 stay below 2^15, as do four of
@@ -241,13 +278,10 @@ INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
 INLINE i8 widen_partial(partial_sums x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
 typedef struct { b32 value, size; } byte_vector;
 INLINE byte_vector byte_weights(b32 w) {
-  b32 value = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+  b32 value = b32_flip_signs(w);
   return (byte_vector){value, pin(_mm256_abs_epi8(value))};
 }
-INLINE i8 initial_byte_sum(int32_t sum) {
-  (void)sum;
-  return _mm256_setzero_si256();
-}
+enum { BYTE_OFFSET = 0 };
 /* |w| * (a with w's sign): two products stay below 2^15. */
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) {
   __m256i pairs = _mm256_maddubs_epi16(w.size, _mm256_sign_epi8(a, w.value));

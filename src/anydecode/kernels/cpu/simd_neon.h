@@ -137,6 +137,10 @@ INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
 }
 
 INLINE b32 b32_load(const uint8_t *p) { return B32(vld1q_u8(p), vld1q_u8(p + 16)); }
+INLINE void b32_store(uint8_t *p, b32 x) {
+  vst1q_u8(p, x.a);
+  vst1q_u8(p + 16, x.b);
+}
 INLINE b32 b32_and(b32 x, int mask) {
   uint8x16_t m = vdupq_n_u8((uint8_t)mask);
   return B32(vandq_u8(x.a, m), vandq_u8(x.b, m));
@@ -148,6 +152,11 @@ INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
   return B32(vqtbl1q_u8(values, i.a), vqtbl1q_u8(values, i.b));
 }
 INLINE b32 b32_xor(b32 x, b32 y) { return B32(veorq_u8(x.a, y.a), veorq_u8(x.b, y.b)); }
+/* Signed bytes plus 128, or the reverse */
+INLINE b32 b32_flip_signs(b32 x) {
+  uint8x16_t flip = vdupq_n_u8(0x80);
+  return B32(veorq_u8(x.a, flip), veorq_u8(x.b, flip));
+}
 INLINE b32 b32_sub(b32 x, b32 y) { return B32(vsubq_u8(x.a, y.a), vsubq_u8(x.b, y.b)); }
 /* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
 INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
@@ -229,12 +238,45 @@ INLINE partial_sums add_partial_dot(partial_sums sum, b32 w, quad a) {
 INLINE partial_sums partial_dot(b32 w, quad a) { return add_partial_dot(i8_set(0), w, a); }
 INLINE i8 widen_partial(partial_sums x) { return x; }
 typedef b32 byte_vector;
-INLINE byte_vector byte_weights(b32 w) {
-  uint8x16_t flip = vdupq_n_u8(0x80);
-  return B32(veorq_u8(w.a, flip), veorq_u8(w.b, flip));
-}
-INLINE i8 initial_byte_sum(int32_t sum) {
-  (void)sum;
-  return i8_set(0);
-}
+INLINE byte_vector byte_weights(b32 w) { return b32_flip_signs(w); }
+enum { BYTE_OFFSET = 0 };
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }
+/* Byte 4 * c + j of out[i]: byte 4 * i + j of from[c], for four c. */
+INLINE void four_columns(const uint8_t *const *from, uint8x16_t *out) {
+  uint32x4_t x[4];
+  for (int i = 0; i < 4; i++) x[i] = vreinterpretq_u32_u8(vld1q_u8(from[i]));
+  uint64x2_t a = vreinterpretq_u64_u32(vtrn1q_u32(x[0], x[1]));
+  uint64x2_t b = vreinterpretq_u64_u32(vtrn1q_u32(x[2], x[3]));
+  uint64x2_t c = vreinterpretq_u64_u32(vtrn2q_u32(x[0], x[1]));
+  uint64x2_t d = vreinterpretq_u64_u32(vtrn2q_u32(x[2], x[3]));
+  out[0] = vreinterpretq_u8_u64(vzip1q_u64(a, b));
+  out[1] = vreinterpretq_u8_u64(vzip1q_u64(c, d));
+  out[2] = vreinterpretq_u8_u64(vzip2q_u64(a, b));
+  out[3] = vreinterpretq_u8_u64(vzip2q_u64(c, d));
+}
+/* The same for eight c. */
+INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
+  uint8x16_t low[4], high[4];
+  four_columns(from, low);
+  four_columns(from + 4, high);
+  for (int i = 0; i < 4; i++) out[i] = B32(low[i], high[i]);
+}
+/* Lane c: signed bytes p[c] and q[c] as two int16. */
+INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
+  int8x8x2_t x = vzip_s8(vreinterpret_s8_u8(vld1_u8(p)), vreinterpret_s8_u8(vld1_u8(q)));
+  return B32(vreinterpretq_u8_s16(vmovl_s8(x.val[0])), vreinterpretq_u8_s16(vmovl_s8(x.val[1])));
+}
+/* Floats rounded half to even to int16 */
+INLINE void f8_store_s16(int16_t *p, f8 x) {
+  vst1q_s16(p, vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(x.a)), vqmovn_s32(vcvtnq_s32_f32(x.b))));
+}
+INLINE int32x4_t add_word_products(int32x4_t sum, uint8x16_t w, int16x8_t a) {
+  int16x8_t words = vreinterpretq_s16_u8(w);
+  int32x4_t low = vmull_s16(vget_low_s16(words), vget_low_s16(a));
+  return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(words, a)));
+}
+/* Lane c: sum[c] + w[2c] * a[0] + w[2c + 1] * a[1], of int16. */
+INLINE i8 add_word_dot(i8 sum, b32 w, quad a) {
+  int16x8_t words = vreinterpretq_s16_s8(a);
+  return I8(add_word_products(sum.a, w.a, words), add_word_products(sum.b, w.b, words));
+}

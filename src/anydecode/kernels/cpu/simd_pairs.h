@@ -56,9 +56,32 @@ INLINE f8x2 f8x2_load_e8m0(const uint8_t *p) {
   return _mm512_castsi512_ps(
       _mm512_mask_sllv_epi32(normal, is_small, _mm512_set1_epi32(1 << 21), e));
 }
-INLINE f8x2 f8x2_load_two_s8(const uint8_t *p, const uint8_t *q) {
-  __m128i x = _mm_loadl_epi64((const __m128i *)p), y = _mm_loadl_epi64((const __m128i *)q);
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(x, y)));
+/* See b32_load_columns; of sixteen. */
+INLINE void b32x2_load_columns(const uint8_t *const *from, b32x2 *out) {
+  __m512i x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    x[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from[i]));
+    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 4]), 1);
+    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 8]), 2);
+    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 12]), 3);
+  }
+  __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpacklo_epi32(x[2], x[3]);
+  __m512i c = _mm512_unpackhi_epi32(x[0], x[1]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+  out[0] = _mm512_unpacklo_epi64(a, b);
+  out[1] = _mm512_unpackhi_epi64(a, b);
+  out[2] = _mm512_unpacklo_epi64(c, d);
+  out[3] = _mm512_unpackhi_epi64(c, d);
+}
+/* See b32_load_words; of 32 bytes. */
+INLINE void b32x2_load_words(const uint8_t *p, const uint8_t *q, b32x2 *out) {
+  __m256i x = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)p), 0xd8);
+  __m256i y = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)q), 0xd8);
+  out[0] = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y));
+  out[1] = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(x, y));
+}
+INLINE void f8x2_store_s16(int16_t *p, f8x2 x) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
 }
 INLINE f8x2 f8x2_load_twice(const float *p) {
   return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
@@ -129,10 +152,13 @@ INLINE b32x2 b32x2_join(b32 x, b32 y) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
 }
 INLINE b32x2 b32x2_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+INLINE void b32x2_store(uint8_t *p, b32x2 x) { _mm512_storeu_si512(p, x); }
 INLINE b32x2 b32x2_and(b32x2 x, int mask) {
   return _mm512_and_si512(x, _mm512_set1_epi8((char)mask));
 }
 INLINE b32x2 b32x2_or(b32x2 x, b32x2 y) { return _mm512_or_si512(x, y); }
+/* Signed bytes plus 128 */
+INLINE b32x2 b32x2_flip_signs(b32x2 x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
 INLINE b32x2 b32x2_lookup(const uint8_t *table, b32x2 i) {
   __m128i values = _mm_loadu_si128((const __m128i *)table);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), i);
@@ -159,9 +185,14 @@ INLINE i8x2 partial_pair_dot(b32x2 w, quad_pair a) {
 INLINE i8x2 widen_partial_pair(i8x2 x) { return x; }
 typedef b32x2 byte_pair;
 INLINE byte_pair byte_pair_weights(b32x2 w) { return w; }
-INLINE i8x2 initial_byte_pair_sum(int32_t sum) { return i8x2_set(-128 * sum); }
+enum { BYTE_PAIR_OFFSET = 128 };
 INLINE i8x2 add_byte_pair_dot(i8x2 sum, byte_pair w, quad_pair a) {
   return add_partial_pair_dot(sum, w, a);
+}
+/* See add_word_dot. */
+INLINE i8x2 add_word_pair_dot(i8x2 sum, b32x2 w, quad_pair a) {
+  __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int8_t(*)[4])a));
+  return sum;
 }
 #else
 typedef struct { f8 v[2]; } f8x2;
@@ -189,9 +220,6 @@ INLINE f8x2 f8x2_load_e4m3(const uint8_t *p) {
 }
 INLINE f8x2 f8x2_load_e8m0(const uint8_t *p) {
   return f8x2_join(f8_load_e8m0(p), f8_load_e8m0(p + 8));
-}
-INLINE f8x2 f8x2_load_two_s8(const uint8_t *p, const uint8_t *q) {
-  return f8x2_join(f8_load_s8(p), f8_load_s8(q));
 }
 INLINE f8x2 f8x2_load_twice(const float *p) { return f8x2_join(f8_load(p), f8_load(p)); }
 INLINE void f8x2_store(float *p, f8x2 x) {
@@ -237,11 +265,32 @@ INLINE i8x2 i8x2_sub(i8x2 x, i8x2 y) {
 }
 INLINE b32x2 b32x2_join(b32 x, b32 y) { return (b32x2){{x, y}}; }
 INLINE b32x2 b32x2_load(const uint8_t *p) { return b32x2_join(b32_load(p), b32_load(p + 32)); }
+INLINE void b32x2_store(uint8_t *p, b32x2 x) {
+  b32_store(p, x.v[0]);
+  b32_store(p + 32, x.v[1]);
+}
+INLINE void b32x2_load_columns(const uint8_t *const *from, b32x2 *out) {
+  b32 low[4], high[4];
+  b32_load_columns(from, low);
+  b32_load_columns(from + 8, high);
+  for (int i = 0; i < 4; i++) out[i] = b32x2_join(low[i], high[i]);
+}
+INLINE void b32x2_load_words(const uint8_t *p, const uint8_t *q, b32x2 *out) {
+  for (int i = 0; i < 2; i++, p += 16, q += 16)
+    out[i] = b32x2_join(b32_load_words(p, q), b32_load_words(p + 8, q + 8));
+}
+INLINE void f8x2_store_s16(int16_t *p, f8x2 x) {
+  f8_store_s16(p, x.v[0]);
+  f8_store_s16(p + 8, x.v[1]);
+}
 INLINE b32x2 b32x2_and(b32x2 x, int mask) {
   return (b32x2){{b32_and(x.v[0], mask), b32_and(x.v[1], mask)}};
 }
 INLINE b32x2 b32x2_or(b32x2 x, b32x2 y) {
   return (b32x2){{b32_or(x.v[0], y.v[0]), b32_or(x.v[1], y.v[1])}};
+}
+INLINE b32x2 b32x2_flip_signs(b32x2 x) {
+  return (b32x2){{b32_flip_signs(x.v[0]), b32_flip_signs(x.v[1])}};
 }
 INLINE b32x2 b32x2_lookup(const uint8_t *table, b32x2 i) {
   return (b32x2){{b32_lookup(table, i.v[0]), b32_lookup(table, i.v[1])}};
@@ -269,13 +318,18 @@ typedef struct { byte_vector v[2]; } byte_pair;
 INLINE byte_pair byte_pair_weights(b32x2 w) {
   return (byte_pair){{byte_weights(w.v[0]), byte_weights(w.v[1])}};
 }
-INLINE i8x2 initial_byte_pair_sum(int32_t sum) {
-  return (i8x2){{initial_byte_sum(sum), initial_byte_sum(sum)}};
-}
+enum { BYTE_PAIR_OFFSET = BYTE_OFFSET };
 INLINE i8x2 add_byte_pair_dot(i8x2 sum, byte_pair w, quad_pair a) {
   return (i8x2){{add_byte_dot(sum.v[0], w.v[0], a), add_byte_dot(sum.v[1], w.v[1], a)}};
 }
+INLINE i8x2 add_word_pair_dot(i8x2 sum, b32x2 w, quad_pair a) {
+  return (i8x2){{add_word_dot(sum.v[0], w.v[0], a), add_word_dot(sum.v[1], w.v[1], a)}};
+}
 #endif
+
+/* What a sum of products of bytes starts with: `sum` is that of the activations. */
+INLINE int32_t initial_byte_sum(int32_t sum) { return -BYTE_PAIR_OFFSET * sum; }
+INLINE i8x2 initial_byte_pair_sum(int32_t sum) { return i8x2_set(initial_byte_sum(sum)); }
 
 INLINE f8x2 f8x2_load_two(const float *p, const float *q) {
   return f8x2_join(f8_load(p), f8_load(q));

@@ -92,6 +92,7 @@ INLINE void i8_store_fours(uint32_t *out, const i8 *x) {
   return out
 
 INLINE b32 b32_load(const uint8_t *p) { EACH_BYTE(p[i]); }
+INLINE void b32_store(uint8_t *p, b32 x) { memcpy(p, x.v, sizeof x.v); }
 INLINE b32 b32_and(b32 x, int mask) { EACH_BYTE(x.v[i] & mask); }
 INLINE b32 b32_or(b32 x, b32 y) { EACH_BYTE(x.v[i] | y.v[i]); }
 /* table[i] of each byte i below 16 */
@@ -101,6 +102,8 @@ INLINE b32 b32_lookup(const uint8_t *table, b32 i) {
   return out;
 }
 INLINE b32 b32_xor(b32 x, b32 y) { EACH_BYTE(x.v[i] ^ y.v[i]); }
+/* Signed bytes plus 128, or the reverse */
+INLINE b32 b32_flip_signs(b32 x) { EACH_BYTE(x.v[i] ^ 0x80); }
 INLINE b32 b32_sub(b32 x, b32 y) { EACH_BYTE(x.v[i] - y.v[i]); }
 /* Byte 4 * c + j: 255 if bit j, or j + 4, of bits[c] is set, else 0. */
 INLINE b32 b32_mask(const uint8_t *bits, int is_upper) {
@@ -141,6 +144,31 @@ INLINE partial_sums partial_dot(b32 w, quad a) { return add_partial_dot(i8_set(0
 INLINE i8 widen_partial(partial_sums x) { return x; }
 typedef b32 byte_vector;
 INLINE byte_vector byte_weights(b32 w) { return w; }
-/* Stored bytes are offset by 128. */
-INLINE i8 initial_byte_sum(int32_t sum) { return i8_set(-128 * sum); }
+enum { BYTE_OFFSET = 128 }; /* of the bytes that are multiplied */
 INLINE i8 add_byte_dot(i8 sum, byte_vector w, quad a) { return add_partial_dot(sum, w, a); }
+/* Byte 4 * c + j of out[i]: byte 4 * i + j of from[c], for eight c and four i. */
+INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
+  for (int i = 0; i < 4; i++)
+    for (int c = 0; c < 8; c++) memcpy(out[i].v + 4 * c, from[c] + 4 * i, 4);
+}
+/* Lane c: signed bytes p[c] and q[c] as two int16. */
+INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
+  b32 out;
+  for (int c = 0; c < 8; c++) {
+    int16_t words[2] = {(int8_t)p[c], (int8_t)q[c]};
+    memcpy(out.v + 4 * c, words, 4);
+  }
+  return out;
+}
+/* Floats rounded half to even to int16 */
+INLINE void f8_store_s16(int16_t *p, f8 x) {
+  for (int i = 0; i < 8; i++) p[i] = (int16_t)rintf(x.v[i]);
+}
+/* Lane c: sum[c] + w[2c] * a[0] + w[2c + 1] * a[1], of int16. */
+INLINE i8 add_word_dot(i8 sum, b32 w, quad a) {
+  int16_t words[16], by[2];
+  memcpy(words, w.v, sizeof words);
+  memcpy(by, a, sizeof by);
+  for (int c = 0; c < 8; c++) sum.v[c] += words[2 * c] * by[0] + words[2 * c + 1] * by[1];
+  return sum;
+}
