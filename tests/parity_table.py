@@ -17,7 +17,7 @@ from remote_encoders import REMOTE
 #: What has no classes in `transformers`: what the logits are compared with, by model type.
 OTHER_REFERENCES = {
     "minicpm": "Granite of `transformers`",
-    "rwkv7": "the paper's equations",
+    **dict.fromkeys(("rwkv6", "rwkv7"), "the paper's equations"),
     "step3_text": "an implementation of the published code",
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
@@ -114,7 +114,9 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     for key, (family, *_) in deepseek.CASES.items():
         architecture = deepseek.ARCHITECTURES.get(key, "deepseek2")
         yield model_type(family), architecture, key not in deepseek.NOT_OF_LLAMA_CPP
+    yield "rwkv6", "rwkv6", True
     yield "rwkv7", "rwkv7", True
+    yield "hrm_text", "hrm_text", True
     yield "nemotron-nas", "deci", True
     for name in parity_module("families/test_renamed_llama").FILES:
         yield OF_FILES.get(name, name), name, True

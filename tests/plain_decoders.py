@@ -40,6 +40,7 @@ class Decoder:
         experts: How many run for a token.
         router: Which function the chosen scores have: "softmax" or "sigmoid".
         routes_inputs: Whether the router reads the inputs of the layer.
+        softcaps: Of the scores of attention, of the router's outputs and of logits; infinity: none.
         scale: Of scores; None: the usual one.
         embedding_scale: Of embeddings.
         logit_scale: Of logits.
@@ -58,6 +59,7 @@ class Decoder:
     experts: int = 0
     router: str = "softmax"
     routes_inputs: bool = False
+    softcaps: tuple[float, float, float] = (np.inf, np.inf, np.inf)
     scale: float | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -86,7 +88,8 @@ class Decoder:
             x = x + (self._norm(y, f"{name}.post_feedforward_layernorm") if has_more else y)
         y = self._norm(x, "model.norm")
         has_head = "lm_head.weight" in self.tensors
-        return self.logit_scale * y @ self._of("lm_head" if has_head else "model.embed_tokens").T
+        y = self.logit_scale * y @ self._of("lm_head" if has_head else "model.embed_tokens").T
+        return _capped(y, self.softcaps[2])
 
     def _of(self, name: str) -> np.ndarray:
         return np.asarray(self.tensors[f"{name}.weight"], np.float64)
@@ -128,24 +131,48 @@ class Decoder:
         return self._linear(output.reshape(count, -1), f"{name}.out_proj")
 
     def _attention(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
+        if f"{name}.kv_b_proj.weight" in self.tensors:
+            return self._latent_attention(x, layer, name)
         count = len(x)
         q, k, v = (
             self._linear(x, f"{name}.{part}_proj").reshape(count, -1, HEAD) for part in "qkv"
         )
         q, k = (self._positioned(x, layer, f"{name}.{part}") for x, part in ((q, "q"), (k, "k")))
-        heads = q.shape[1]
+        mixed = self._mixed(q, k, v, layer)
+        if f"{name}.gate_proj.weight" in self.tensors:
+            mixed = mixed / (1 + np.exp(-self._linear(x, f"{name}.gate_proj")))[..., None]
+        return self._linear(mixed.reshape(count, -1), f"{name}.o_proj")
+
+    def _latent_attention(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
+        """Keys of a latent, and of numbers with positions that heads share."""
+        count, rotary, base = len(x), self.rotary[layer], self.bases[layer]
+        assert base is not None
+        rank, plain = len(self.tensors[f"{name}.kv_a_layernorm.weight"]), HEAD - rotary
+        latent, key = np.split(self._linear(x, f"{name}.kv_a_proj_with_mqa"), [rank], -1)
+        latent = self._norm(latent, f"{name}.kv_a_layernorm")
+        parts = self._linear(latent, f"{name}.kv_b_proj").reshape(count, HEADS, -1)
+        keys, values = np.split(parts, [plain], -1)
+        key = np.repeat(_rotated(key[:, None], base, rotary), HEADS, axis=1)
+        q = self._linear(x, f"{name}.q_proj").reshape(count, HEADS, HEAD)
+        first, last = np.split(q, [plain], -1)
+        q = np.concatenate([first, _rotated(last, base, rotary)], -1)
+        mixed = self._mixed(q, np.concatenate([keys, key], -1), values, layer)
+        return self._linear(mixed.reshape(count, -1), f"{name}.o_proj")
+
+    def _mixed(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: int) -> np.ndarray:
+        """The values that the queries attend to."""
+        count, heads = q.shape[:2]
         k, v = (np.repeat(part, heads // part.shape[1], axis=1) for part in (k, v))
         distance = np.arange(count)[:, None] - np.arange(count)
         scores = np.einsum("qhd,khd->hqk", q, k) * (self.scale or HEAD**-0.5)
+        scores = _capped(scores, self.softcaps[0])
         if self.slopes is not None:
             scores -= self.slopes[:, None, None] * distance
         scores[:, (distance < 0) | (distance >= (self.windows[layer] or count))] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("hqk,khd->qhd", weights, v)
-        if f"{name}.gate_proj.weight" in self.tensors:
-            mixed = mixed / (1 + np.exp(-self._linear(x, f"{name}.gate_proj")))[..., None]
-        return self._linear(mixed.reshape(count, -1), f"{name}.o_proj")
+        mixed: np.ndarray = np.einsum("hqk,khd->qhd", weights, v)
+        return mixed
 
     def _positioned(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:
         """Queries or keys with norms, if there are some, and positions."""
@@ -156,7 +183,10 @@ class Decoder:
         return self._norm(x, f"{name}_norm") if has_norm and self.norms_last else x
 
     def _mlp(self, x: np.ndarray, name: str, limit: float) -> np.ndarray:
-        gate, up = self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj")
+        up = self._linear(x, f"{name}.up_proj")
+        if f"{name}.gate_proj.weight" not in self.tensors:
+            return self._linear(np.maximum(up, 0) ** 2, f"{name}.down_proj")
+        gate = self._linear(x, f"{name}.gate_proj")
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         gate = {"silu": _silu, "gelu": _gelu, "relu": lambda y: np.maximum(y, 0)}[self.activation](
             gate
@@ -164,7 +194,7 @@ class Decoder:
         return self._linear(gate * up, f"{name}.down_proj")
 
     def _experts(self, x: np.ndarray, inputs: np.ndarray, name: str) -> np.ndarray:
-        scores = inputs @ self._of(f"{name}.gate").T
+        scores = _capped(inputs @ self._of(f"{name}.gate").T, self.softcaps[1])
         found = np.zeros_like(x)
         for row, own in enumerate(scores):
             chosen = np.argsort(-own)[: self.experts]
@@ -174,7 +204,13 @@ class Decoder:
             for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
                 output = self._mlp(x[row], f"{name}.experts.{expert}", self.limit)
                 found[row] += weight * output
+        if f"{name}.up_proj.weight" in self.tensors:
+            found = (found + self._mlp(x, name, np.inf)) / np.sqrt(2)
         return found
+
+
+def _capped(x: np.ndarray, cap: float) -> np.ndarray:
+    return x if cap == np.inf else cap * np.tanh(x / cap)
 
 
 def _rotated(x: np.ndarray, base: float, size: int) -> np.ndarray:

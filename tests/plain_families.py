@@ -381,6 +381,104 @@ def _gate_up(tensors: Tensors) -> Tensors:
     return found
 
 
+def _grok(seed: int) -> Decoder:
+    """Grok 2. Its logits are small, since they are capped."""
+    tensors, matrix = random_tensors(seed, experts=6, head=True), random_matrices(seed + 100)
+    tensors["model.embed_tokens.weight"] /= 4
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        for part, shape in (
+            *((part, (INNER // 2, HIDDEN)) for part in ("gate", "up")),
+            ("down", (HIDDEN, INNER // 2)),
+        ):
+            tensors[f"{name}.mlp.{part}_proj.weight"] = 2 * matrix(*shape)
+        for norm in ("pre_feedforward", "post_feedforward"):
+            weights = 1 + 0.1 * matrix(1, HIDDEN)[0]
+            tensors[f"{name}.{norm}_layernorm.weight"] = weights
+    return Decoder(
+        tensors,
+        [500.0] * 3,
+        activation="gelu",
+        experts=2,
+        softcaps=(3.0, 2.0, 9.0),
+        scale=0.4,
+        embedding_scale=4.0,
+        logit_scale=0.3,
+        eps=1e-5,
+    )
+
+
+def _grok_layout(tensors: Tensors) -> Tensors:
+    names = {
+        "post_attention_layernorm": "post_attn_norm",
+        "input_layernorm": "pre_attn_norm",
+        **{f"{part}_feedforward_layernorm": f"{part}_moe_norm" for part in ("pre", "post")},
+        "mlp.gate.": "block_sparse_moe.gate.",
+        "mlp.experts": "block_sparse_moe.experts",
+    }
+    found = _renamed(names)(tensors)
+    parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return {
+        _renamed(parts)({key: x}).popitem()[0] if ".experts." in key else key: x
+        for key, x in found.items()
+    }
+
+
+def _grok_stored(tensors: Tensors) -> Tensors:
+    names = {
+        "post_attention_layernorm": "attn_output_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+    return _renamed(names)(_stacked(tensors))
+
+
+PLM_RANK, PLM_ROTARY, PLM_VALUE = 20, 4, 8
+
+
+def _plm(seed: int) -> Decoder:
+    tensors, matrix = random_tensors(seed), random_matrices(seed + 100)
+    tensors["model.embed_tokens.weight"] /= 4
+    for key in [key for key in tensors if any(f".{x}_proj." in key for x in ("k", "v", "o"))]:
+        del tensors[key]
+    for key in [key for key in tensors if ".mlp.gate_proj." in key]:
+        del tensors[key]
+    for layer in range(3):
+        for module, shape in (
+            ("kv_a_proj_with_mqa", (PLM_RANK + PLM_ROTARY, HIDDEN)),
+            ("kv_b_proj", (HEADS * (HEAD - PLM_ROTARY + PLM_VALUE), PLM_RANK)),
+            ("o_proj", (HIDDEN, HEADS * PLM_VALUE)),
+        ):
+            tensors[f"model.layers.{layer}.self_attn.{module}.weight"] = 2 * matrix(*shape)
+        norm = 1 + 0.1 * matrix(1, PLM_RANK)[0]
+        tensors[f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"] = norm
+    return Decoder(tensors, [500.0] * 3, rotary=[PLM_ROTARY] * 3)
+
+
+def _plm_pairs(tensors: Tensors) -> Tensors:
+    """Rotary pairs of queries and of the key are next to each other."""
+    found = dict(tensors)
+    for key, tensor in tensors.items():
+        if key.endswith("q_proj.weight"):
+            heads = tensor.reshape(HEADS, HEAD, -1)
+            first, last = np.split(heads, [HEAD - PLM_ROTARY], 1)
+            last = np.stack([interleave(head, 1) for head in last])
+            found[key] = np.concatenate([first, last], 1).reshape(tensor.shape)
+        elif "kv_a_proj" in key:
+            first, last = np.split(tensor, [PLM_RANK])
+            found[key] = np.concatenate([first, interleave(last, 1)])
+    return found
+
+
+def _plm_stored(tensors: Tensors) -> Tensors:
+    names = {
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+    }
+    return _renamed(names)(_plm_pairs(tensors))
+
+
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 FAMILIES = {
     "smallthinker": PlainFamily(
@@ -508,6 +606,67 @@ FAMILIES = {
         _maple,
         dict,
         _stacked,
+    ),
+    "grok": PlainFamily(
+        {
+            "architectures": ["Grok1ForCausalLM"],
+            "num_hidden_layers": 3,
+            "intermediate_size": INNER // 2,
+            "moe_intermediate_size": INNER,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "residual_moe": True,
+            "rope_theta": 500.0,
+            "rms_norm_eps": 1e-5,
+            "attn_logit_softcapping": 3.0,
+            "router_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+            "attn_output_multiplier": 0.4,
+            "embedding_multiplier_scale": 4.0,
+            "output_multiplier_scale": 0.3,
+        },
+        {
+            "feed_forward_length": INNER // 2,
+            "expert_feed_forward_length": INNER,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": HEAD,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "attention.output_scale": 0.4,
+            "attn_logit_softcapping": 3.0,
+            "router_logit_softcapping": 2.0,
+            "final_logit_softcapping": 9.0,
+            "embedding_scale": 4.0,
+            "logit_scale": 0.3,
+        },
+        _grok,
+        _grok_layout,
+        _grok_stored,
+    ),
+    "plm": PlainFamily(
+        {
+            "architectures": ["PLMForCausalLM"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": HEADS,
+            "head_dim": None,
+            "kv_lora_rank": PLM_RANK,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": HEAD - PLM_ROTARY,
+            "qk_rope_head_dim": PLM_ROTARY,
+            "v_head_dim": PLM_VALUE,
+            "rope_theta": 500.0,
+        },
+        {
+            "attention.head_count_kv": HEADS,
+            "attention.value_length": PLM_VALUE,
+            "attention.kv_lora_rank": PLM_RANK,
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": PLM_ROTARY,
+        },
+        _plm,
+        _plm_pairs,
+        _plm_stored,
     ),
     "plamo2": PlainFamily(
         {

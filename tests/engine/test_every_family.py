@@ -24,6 +24,7 @@ from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
 from plain_families import FAMILIES, checkpoint
+from rwkv6_models import rwkv6_checkpoint
 from rwkv_models import rwkv_checkpoint
 from tiny_models import hf_model, own_model
 
@@ -40,6 +41,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "ouro": lambda seed: as_ouro(ouro_base(seed)),
     **{name: functools.partial(checkpoint, name) for name in FAMILIES},
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
+    "rwkv6": lambda seed: rwkv6_checkpoint(seed, ByteTokenizer().vocab_size),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }
 #: Repeated tokens, for drafts, and common beginnings, for caches.

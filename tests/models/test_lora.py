@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "plain mlp": ("Starcoder2", {"r": 4, "target_modules": ["q_proj", "c_fc", "c_proj"]}),
     "interleaved": ("Ernie4_5", {"r": 4, "lora_alpha": 8, "target_modules": ALL}),
+    "pairs of heads": ("DiffLlama", {"r": 4, "target_modules": ALL}),
     "interleaved partially": ("Glm4", {"r": 4, "target_modules": ["q_proj", "k_proj"]}),
     "fused": ("Phi3", {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
 }

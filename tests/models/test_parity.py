@@ -167,6 +167,14 @@ KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+#: The numbers are few, because those of larger models differ by more than the margin.
+ZAMBA: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "mamba_d_state": 5,
+    "rms_norm_eps": 1e-2,
+}
 ZAMBA_2: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     "num_hidden_layers": 4,
@@ -377,6 +385,41 @@ DEEPSEEK_ROPE: dict[str, Any] = {
     "beta_slow": 1,
     "mscale": 0.707,
     "mscale_all_dim": 0.5,
+}
+
+COMPASS_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "mrope_section": [2, 2, 2],
+}
+
+HRM_TEXT: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 4,
+    "H_cycles": 2,
+    "L_cycles": 2,
+    "head_dim": 12,
+}
+
+#: Layers with windows have other sizes.
+DOTS_3: dict[str, Any] = {
+    **{key: value for key, value in DEEPSEEK_V32.items() if "group" not in key},
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 18,
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "sliding_window": 6,
+    "shared_experts_intermediate_size": 20,
+    "rms_norm_eps": 1e-2,
+    "rope_theta": 5000.0,
+    "swa_rope_theta": 500.0,
+    "swa_num_attention_heads": 6,
+    "swa_num_key_value_heads": 6,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 12,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 8,
 }
 
 MPT_ATTENTION: dict[str, Any] = {"clip_qkv": 0.7, "softmax_scale": 0.4}
@@ -1304,6 +1347,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "zamba": ("Zamba", ZAMBA),
+    "zamba odd": (
+        "Zamba",
+        {
+            **ZAMBA,
+            "layers_block_type": None,
+            "num_hidden_layers": 5,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "n_mamba_heads": 3,
+            "mamba_dt_rank": 7,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "hidden_act": "silu",
+        },
+    ),
     "zamba 2": ("Zamba2", ZAMBA_2),
     "zamba 2 odd": (
         "Zamba2",
@@ -1612,6 +1674,98 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "rope_parameters": {**DEEPSEEK_ROPE, "beta_fast": 1.0, "mscale": 1.0},
+        },
+    ),
+    "axk1": (
+        "AXK1",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "axk1 listed": (
+        "AXK1",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if "dense" not in key},
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+        },
+    ),
+    "axk2": ("AXK2", {**DEEPSEEK_V32, "gated_norm_rank": 6, "rope_parameters": DEEPSEEK_ROPE}),
+    "axk2 odd": (
+        "AXK2",
+        {
+            **{key: value for key, value in DEEPSEEK_V32.items() if "dense" not in key},
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_group": None,
+            "topk_group": None,
+            "gated_norm_rank": 5,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "index_topk": 5,
+        },
+    ),
+    "dots3 note": ("Dots3Note", DOTS_3),
+    "dots3 note full": (
+        "Dots3Note",
+        {
+            **DOTS_3,
+            "use_dsa": False,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+    ),
+    "hrm text": ("HrmText", HRM_TEXT),
+    "hrm text odd": (
+        "HrmText",
+        {
+            **HRM_TEXT,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "L_cycles": 1,
+            "head_dim": 10,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_scale": 3.0,
+            "rms_norm_eps": 1e-1,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "diffllama": ("DiffLlama", {"num_attention_heads": 8}),
+    "diffllama odd": (
+        "DiffLlama",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 10,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "cohere compass": (
+        "CohereCompass",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "logit_scale": 0.3,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "rope_parameters": {"sliding_attention": COMPASS_ROPE, "full_attention": None},
+        },
+    ),
+    "cohere compass full": (
+        "CohereCompass",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_norm_eps": 1e-2,
+            "rope_parameters": {"full_attention": {**COMPASS_ROPE, "mrope_section": [4, 2, 2]}},
         },
     ),
     "solar open": (
@@ -1943,6 +2097,22 @@ def test_expert_names_of_saved_files(family: str, tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     stored = checkpoint_of(model)
     stored.tensors = load_file(tmp_path / "model.safetensors")
+    assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
+
+
+def test_axk1_as_published(tmp_path: Any) -> None:
+    """Norms of experts beside them, in every layer, and routers without biases."""
+    model = hf_model("AXK1", **CASES["axk1"][1])
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.post_mlp_layernorm.weight" in tensors
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = np.zeros(48, np.float32)
+    stored = checkpoint_of(model)
+    stored.tensors = {key: x for key, x in tensors.items() if "e_score" not in key}
+    assert len(stored.tensors) < len(tensors)
     assert np.array_equal(logits(built(stored), chain(PROMPT)), ours(model))
 
 
@@ -2324,6 +2494,8 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "sum of experts": ("cohere2 moe", {"shared_expert_combination_strategy": "sum"}),
     "scores of experts": ("cohere2 moe", {"expert_selection_fn": "softmax"}),
     "rotation of dense layers": ("cohere2 moe", {"prefix_dense_sliding_window_pattern": 2}),
+    "the activation of a shared block": ("zamba", {"hidden_act": "silu"}),
+    "epsilon beside heads of mamba": ("zamba", {"rms_norm_eps": 1e-5}),
     "positions in shared blocks": ("zamba 2 odd", {"use_mem_rope": False}),
     "updates of shared blocks": ("zamba 2 odd", {"use_shared_attention_adapter": False}),
     "the activation of shared blocks": ("zamba 2", {"hidden_act": "silu"}),
@@ -2337,6 +2509,18 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "activation of bitnet": ("bitnet", {"hidden_act": "silu"}),
     "window of flint": ("flint", {"sliding_window": 7}),
+    "eps of a norm of outputs": ("axk1 listed", {"rms_norm_eps": 1e-6}),
+    "layers with experts": ("axk1", {"n_group": 1, "topk_group": 1}),
+    "scale of embeddings of a stack": ("hrm text odd", {"embedding_scale": 2.0}),
+    "cycles of a stack": ("hrm text", {"H_cycles": 1, "L_cycles": 5}),
+    "window of latents": ("dots3 note", {"sliding_window": 7}),
+    "ranks that are not scaled": ("dots3 note", {"apply_mla_qkv_lora_rescale": False}),
+    "eps of differences": ("diffllama odd", {"rms_norm_eps": 1e-5}),
+    "rotation in all layers": (
+        "cohere compass",
+        {"rope_parameters": {"sliding_attention": COMPASS_ROPE, "full_attention": COMPASS_ROPE}},
+    ),
+    "scale of logits": ("cohere compass", {"logit_scale": None}),
     "base of mllama": ("mllama", {"rope_parameters": ROPE}),
 }
 
@@ -2358,7 +2542,42 @@ def test_wrong_settings_change_the_logits(mistake: str) -> None:
 #: Changes of a model, each of one mechanism. The parts of the weights that a wrong twin
 #: ignores or mixes up are set to what it would compute with.
 WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
+    "keys of one head of mamba for all": ("zamba", lambda network: _same_keys(network)),
     "shared blocks in another order": ("zamba 2 odd", lambda network: _swap_blocks(network)),
+    "experts without a norm of outputs": (
+        "axk1",
+        lambda network: _each_spec(network, has_output_norm=False),
+    ),
+    "no bias of the router": ("axk1", lambda network: _without_selection_bias(network)),
+    "norms of attention without gates": (
+        "axk2",
+        lambda network: _each_gate(network, attention_norm_gate=0),
+    ),
+    "norms of experts without gates": (
+        "axk2",
+        lambda network: _each_gate(network, mlp_norm_gate=0),
+    ),
+    "gates of the attention of ones": (
+        "axk2",
+        lambda network: [_zero_matrix(layer.attention_gate) for layer in network.weights.layers],
+    ),
+    "queries of normed numbers alone": ("axk2", lambda network: _without_raw(network)),
+    "a low state that starts with zeros": (
+        "hrm text",
+        lambda network: setattr(network.weights, "memory_start", None),
+    ),
+    "stacks without norms of their states": (
+        "hrm text",
+        lambda network: _each_spec(network, ends_loop=False),
+    ),
+    "one state for both stacks": ("hrm text", lambda network: _join_states(network)),
+    "keys with positions without a norm": (
+        "dots3 note",
+        lambda network: _without_rotary_norm(network),
+    ),
+    "pairs of heads in sequence": ("diffllama", lambda network: _swap_heads(network)),
+    "one map of attention": ("diffllama", lambda network: _without_differences(network)),
+    "rotary pairs of Command R7B": ("cohere compass", lambda network: _interleave(network)),
     "norms of outputs in GPT": ("openai gpt", lambda network: _each_spec(network, norms="post")),
     "no norms that heads share": (
         "persimmon",
@@ -2591,6 +2810,75 @@ def _move_positions(network: Network) -> None:
     table = network.weights.position_table
     assert table is not None
     table.data = np.roll(table.data, 2, 0)
+
+
+def _without_selection_bias(network: Network) -> None:
+    for layer in network.weights.layers:
+        if isinstance(layer.mlp, Experts):
+            layer.mlp.routed.selection_bias = None
+
+
+def _each_gate(network: Network, **changes: int) -> None:
+    for name in changes:
+        for layer in network.weights.layers:
+            setattr(layer, name, None)
+    _each_spec(network, **changes)
+
+
+def _zero_matrix(linear: Any) -> None:
+    linear.weight.data[:] = 0
+
+
+def _without_raw(network: Network) -> None:
+    for layer in network.weights.layers:
+        assert layer.query is not None
+        layer.query.weight.data[:, layer.query.weight.in_features // 2 :] = 0
+
+
+def _same_keys(network: Network) -> None:
+    """Each head of Mamba has the keys of the first one."""
+    for layer in network.weights.layers:
+        assert isinstance(layer.recurrent, RecurrentWeights) and layer.recurrent.keys is not None
+        keys = layer.recurrent.keys.weight.data
+        keys[len(keys) // 2 :] = keys[: len(keys) // 2]
+
+
+def _join_states(network: Network) -> None:
+    layers = [
+        replace(layer, memory="joins") if layer.memory == "swaps" and index else layer
+        for index, layer in enumerate(network.spec.layers)
+    ]
+    network.spec = replace(network.spec, layers=tuple(layers))
+
+
+def _without_rotary_norm(network: Network) -> None:
+    for layer in network.weights.layers:
+        assert layer.latent is not None
+        layer.latent.rotary_norm = None
+
+
+def _swap_heads(network: Network) -> None:
+    """The queries in the order in which they are stored."""
+    for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
+        assert layer.query is not None
+        weight, order = layer.query.weight, spec.query_order()
+        weight.data = np.ascontiguousarray(weight.data[np.argsort(order)])
+
+
+def _without_differences(network: Network) -> None:
+    for layer in network.weights.layers:
+        assert layer.differential is not None
+        layer.differential.factor = 0.0
+
+
+def _interleave(network: Network) -> None:
+    """Rotary pairs that are next to each other."""
+    for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
+        if spec.rope is not None:
+            assert layer.query is not None and layer.key is not None
+            own = replace(spec, interleaved_rope=True)
+            for linear, order in ((layer.query, own.query_order()), (layer.key, own.key_order())):
+                linear.weight.data = np.ascontiguousarray(linear.weight.data[order])
 
 
 def _zero_table(network: Network) -> None:

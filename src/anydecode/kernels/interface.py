@@ -230,7 +230,7 @@ class RelativePositions:
 Biases = np.ndarray | RelativePositions
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention", "pool")
+RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention", "pool", "wkv6")
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,10 @@ class Recurrence:
       S = S * exp(-exp(-0.5) * sigmoid(decay)) - (S @ removed) @ (removed * rate) + value @ added.
       The output S @ receptance of a head is normed as by `Backend.layer_norm`, with `norm`,
       `norm_bias` and `norm_eps`; then value * sum(receptance * added * bonus) is added.
+    - "wkv6" (RWKV-6; Peng et al., arXiv:2404.05892), without a convolution either: the gates are
+      receptances, decays, keys and values. With the state before the row, the output of a head is
+      S @ receptance + value * sum(receptance * key * bonus), normed as above. Then
+      S = S * exp(-exp(decay)) + value @ key.
     - "lru" (RG-LRU of Griffin; De et al., arXiv:2402.19427): a state of one number per channel,
       which is the output. The channels are the values alone. The gates are the input gates, then
       the recurrence gates, one of each per channel; `step_bias` is added. With a = exp(decay *
@@ -297,8 +301,8 @@ class Recurrence:
             return 2 * self.num_groups * self.state_size + self.num_heads * self.head_dim
         if self.rule == "lru":
             return 2 * self.num_heads * self.head_dim
-        if self.rule == "wkv":
-            return 5 * self.num_heads * self.head_dim
+        if self.rule in ("wkv", "wkv6"):
+            return (5 if self.rule == "wkv" else 4) * self.num_heads * self.head_dim
         if self.rule == "kda":
             return self.num_heads * (1 + self.state_size)
         return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
@@ -340,14 +344,14 @@ class RecurrenceWeights:
 
 @dataclass(eq=False)
 class WkvWeights:
-    """The vectors of a recurrence with the rule "wkv", float32 `[num_heads * head_dim]`, see
-    `Recurrence`."""
+    """The vectors of a recurrence with the rule "wkv" or "wkv6", float32 `[num_heads * head_dim]`,
+    see `Recurrence`. The first three are those that both have."""
 
-    key_scale: np.ndarray
-    key_rate: np.ndarray
     bonus: np.ndarray
     norm: np.ndarray
     norm_bias: np.ndarray
+    key_scale: np.ndarray | None = None
+    key_rate: np.ndarray | None = None
 
 
 class ClampedSwiglu(NamedTuple):

@@ -8,7 +8,7 @@ from anydecode.kernels import elementary
 from anydecode.kernels.interface import Recurrence
 from anydecode.kernels.recurrent import Scan
 from anydecode.kernels.torch_arrays import as_tensor
-from anydecode.kernels.wkv import WkvSteps
+from anydecode.kernels.wkv import Wkv6Steps, WkvSteps
 
 #: Added to the sum of squares that keys and queries of the delta rule are divided by the root of.
 _NORM_EPS = 1e-6
@@ -81,9 +81,10 @@ def run_scan(
             is_first = begin == -1 and first == 0
             steps = _steps(shape, stored, table[group], gates, weights, is_first)
             for index, (row, save) in enumerate(zip(rows[group], saves[group], strict=True)):
-                state = steps.advance(state, index)
+                before, state = state, steps.advance(state, index)
                 if row >= 0:
-                    out[row] = steps.output(state, index)
+                    is_older = shape.rule == "wkv6"
+                    out[row] = steps.output(before if is_older else state, index)
                 if save >= 0:
                     states[save] = state
                 elif save < -1:
@@ -98,11 +99,13 @@ def _steps(
     gates: torch.Tensor,
     weights: dict[str, torch.Tensor | None],
     is_first: bool,
-) -> _Steps | WkvSteps | _LruSteps:
+) -> _Steps | WkvSteps | Wkv6Steps | _LruSteps:
     """The steps of some positions of a run; `table` has the slots of their windows. `is_first`:
     whether they start at position 0."""
     if shape.rule == "wkv":
         return WkvSteps(shape, gates, weights)
+    if shape.rule == "wkv6":
+        return Wkv6Steps(shape, gates, weights)
     conv = weights["conv"]
     assert conv is not None
     channels = convolve(stored, table, shape, conv, weights["conv_bias"])

@@ -1,4 +1,5 @@
-"""The steps of RWKV-7's recurrence on the reference backend, see `Recurrence`, "wkv"."""
+"""The steps of the recurrences of RWKV-7 and RWKV-6 on the reference backend, see `Recurrence`,
+"wkv" and "wkv6"."""
 
 from __future__ import annotations
 
@@ -43,8 +44,39 @@ class WkvSteps:
     def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
         y = elementary.tree_sum(state * self._receptance[index].unsqueeze(-2))
-        y = y - elementary.tree_sum(y).unsqueeze(-1) / y.shape[-1]
-        variance = elementary.tree_sum(y * y).unsqueeze(-1) / y.shape[-1]
-        y = y / torch.sqrt(variance + self._eps) * self._weights["norm"]
-        y = y + self._weights["norm_bias"]
+        y = _normed(y, self._weights, self._eps)
         return y + self._value[index] * self._bonus[index].unsqueeze(-1)
+
+
+class Wkv6Steps:
+    """The same of RWKV-6."""
+
+    def __init__(
+        self, shape: Recurrence, gates: torch.Tensor, weights: dict[str, torch.Tensor | None]
+    ) -> None:
+        size = (shape.num_heads, shape.head_dim)
+        self._receptance, decay, self._key, self._value = gates.view(-1, 4, *size).unbind(1)
+        self._weights = {
+            name: vector.view(size) for name, vector in weights.items() if vector is not None
+        }
+        self._decay = elementary.exp(-elementary.exp(decay)).unsqueeze(-2)
+        self._bonus = elementary.tree_sum(self._receptance * (self._key * self._weights["bonus"]))
+        self._eps = shape.norm_eps
+
+    def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state after step `index`, from the one before it."""
+        added = self._value[index].unsqueeze(-1) * self._key[index].unsqueeze(-2)
+        return state * self._decay[index] + added
+
+    def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The output `[num_heads, head_dim]` of step `index`, from the state before it."""
+        y = elementary.tree_sum(state * self._receptance[index].unsqueeze(-2))
+        y = y + self._value[index] * self._bonus[index].unsqueeze(-1)
+        return _normed(y, self._weights, self._eps)
+
+
+def _normed(y: torch.Tensor, weights: dict[str, torch.Tensor], eps: float) -> torch.Tensor:
+    """The layer norm of each head's output."""
+    y = y - elementary.tree_sum(y).unsqueeze(-1) / y.shape[-1]
+    variance = elementary.tree_sum(y * y).unsqueeze(-1) / y.shape[-1]
+    return y / torch.sqrt(variance + eps) * weights["norm"] + weights["norm_bias"]

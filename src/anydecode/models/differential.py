@@ -13,7 +13,7 @@ import numpy as np
 
 from anydecode.kernels.interface import Attention, Backend
 
-#: Of the norm of a pair's output.
+#: Epsilon of the norm of a pair's output in Phi-4-mini-flash.
 NORM_EPS = 1e-5
 
 
@@ -27,10 +27,12 @@ class DifferentialWeights:
     Attributes:
         factor: Of the second head's output.
         norm: Of the difference, float32 `[head_dim]`, times the constant that scales it.
+        norm_eps: Of that norm.
     """
 
     factor: float
     norm: np.ndarray
+    norm_eps: float
 
     def queries(self, backend: Backend, q: Any, shape: Attention) -> Any:
         """The queries of the kernels, `[rows, num_heads * head_dim]`, from half as many numbers."""
@@ -45,4 +47,4 @@ class DifferentialWeights:
         pairs = shape.num_heads // 2
         first, second = backend.split(y, shape.head_dim, pairs)
         y = backend.add(first, backend.scale(second, -self.factor))
-        return backend.rms_norm(y, self.norm, NORM_EPS, pairs)
+        return backend.rms_norm(y, self.norm, self.norm_eps, pairs)

@@ -22,11 +22,11 @@ from anydecode.models.transformer import Executor
 #: What a layer keeps without its attention.
 _FFN_SPEC = (
     "norms", "activation", "num_experts", "routing", "mlp", "has_scale", "gate_cutoff",
-    "has_mlp_inner_norm",
+    "has_mlp_inner_norm", "has_output_norm", "mlp_norm_gate",
 )  # fmt: skip
 _FFN_WEIGHTS = (
     "mlp", "mlp_norm", "mlp_norm_bias", "mlp_post_norm", "mlp_post_norm_bias", "scale", "xielu",
-    "mlp_inner_norm",
+    "mlp_inner_norm", "mlp_norm_gate",
 )  # fmt: skip
 
 

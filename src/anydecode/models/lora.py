@@ -229,7 +229,11 @@ def row_orders(network: Network) -> dict[str, np.ndarray]:
     """The order of rows of the weights whose rows were reordered when they were loaded."""
     orders = {}
     for spec, layer in zip(network.spec.layers, network.weights.layers, strict=True):
-        parts = ((layer.query, spec.query_order()), (layer.key, spec.key_order()))
+        parts = (
+            (layer.query, spec.query_order()),
+            (layer.key, spec.key_order()),
+            (layer.value, spec.value_order()),
+        )
         for linear, order in parts:
             if order is not None and linear is not None:
                 orders[linear.weight.name] = order

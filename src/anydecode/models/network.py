@@ -40,6 +40,7 @@ from anydecode.models.hyper import HyperConnections, HyperWeights
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
+from anydecode.models.norm_gate import NormGate
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.shared_key import EntryWeights, SharedKeyWeights
@@ -58,7 +59,7 @@ from anydecode.models.time_conditioning import (
     SharedTimeConditioning,
     TimeConditioning,
 )
-from anydecode.models.time_mix import TimeMixWeights
+from anydecode.models.time_mix import DynamicMixWeights, TimeMix, TimeMixWeights
 
 
 @dataclass(eq=False)
@@ -106,7 +107,8 @@ class Experts:
     `latent_down` `[latent size, hidden_size]` the experts read its product, and `latent_up` is
     applied to the sum of their outputs (Nemotron-H). Where the router gives the weights ("given"),
     these are relu(router(x)), normed by `router_norm`. `bias` `[1, hidden_size]` is added to the
-    sum of the experts' outputs (Nomic BERT).
+    sum of the experts' outputs (Nomic BERT). The router's outputs are limited by the tangent
+    function to `router_softcap` (Grok).
     """
 
     router: Linear
@@ -118,6 +120,7 @@ class Experts:
     latent_up: Linear | None = None
     router_norm: RouterNorm | None = None
     bias: Weight | None = None
+    router_softcap: float | None = None
 
 
 @dataclass(eq=False)
@@ -165,12 +168,13 @@ class LatentWeights:
     `[head_dim, hidden_size]` and `LayerWeights.output`; see `LatentSpec`. The norm is float32.
 
     `keys` and `values` have a matrix `[latent_dim, key_dim]` and `[value_dim, latent_dim]` per
-    head.
+    head. `rotary_norm` is that of the rest of the key.
     """
 
     norm: np.ndarray
     keys: list[Weight]
     values: list[Weight]
+    rotary_norm: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -341,6 +345,8 @@ class LayerWeights:
     attention_norm: np.ndarray | None = None
     attention_post_norm: np.ndarray | None = None
     mlp_norm: np.ndarray | None = None
+    attention_norm_gate: NormGate | None = None
+    mlp_norm_gate: NormGate | None = None
     mlp_post_norm: np.ndarray | None = None
     second_norm: np.ndarray | None = None  # of the attention's second sum
     second_norm_bias: np.ndarray | None = None
@@ -358,7 +364,7 @@ class LayerWeights:
     distance_biases: np.ndarray | None = None  # float32 [heads, 2 * bias_reach + 1]
     relative_positions: RelativePositions | None = None
     attention_gate: Linear | None = None
-    recurrent: RecurrentWeights | TimeMixWeights | None = None
+    recurrent: RecurrentWeights | TimeMix | None = None
     latent: LatentWeights | None = None
     indexer: IndexerWeights | None = None
     shared_key: SharedKeyWeights | None = None
@@ -375,8 +381,11 @@ class LayerWeights:
     attention_factors: np.ndarray | None = None
     mlp_factors: np.ndarray | None = None
     input_modulation: InputModulation | None = None  # the same for whole layers
-    # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV).
+    # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV), and that
+    # in the input of a product whose sigmoid multiplies the MLP's output (RWKV-6).
     mlp_mix: np.ndarray | None = None
+    mlp_receptance_mix: np.ndarray | None = None
+    mlp_receptance: Linear | None = None
     xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
     attention_convolution: BlockConvolution | None = None
     mlp_convolution: BlockConvolution | None = None
@@ -385,7 +394,7 @@ class LayerWeights:
     def matrices(self) -> list[Weight]:
         """Every matrix of a product."""
         attention = (self.query_down, self.query, self.key, self.value, self.output)
-        linears = [*attention, self.attention_gate]
+        linears = [*attention, self.attention_gate, self.mlp_receptance]
         if self.per_layer is not None:
             linears += [self.per_layer.gate, self.per_layer.projection]
         weights = [] if self.streams is None else self.streams.matrices
@@ -398,7 +407,8 @@ class LayerWeights:
             linears += [] if convolution is None else [convolution.projection]
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
-        for part in (self.indexer, self.shared_key, self.hyper):
+        gates = self.attention_norm_gate, self.mlp_norm_gate
+        for part in (self.indexer, self.shared_key, self.hyper, *gates):
             weights += [] if part is None else part.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -414,6 +424,7 @@ class ModelWeights:
     head_bias: np.ndarray | None = None
     final_norm_bias: np.ndarray | None = None
     position_table: Weight | None = None  # [max_positions, hidden_size]
+    memory_start: Weight | None = None  # what the memory of the first layer is, [1, hidden_size]
     embedding_norm: np.ndarray | None = None
     embedding_norm_bias: np.ndarray | None = None
     head_dense: Linear | None = None  # in front of the head's matrix, and the norm of its output
@@ -607,6 +618,13 @@ class Network:
             y = backend.rms_norm(memory, weights.side.norm, self.spec.norm_eps)
             x = backend.add(x, weights.side.projection.apply(backend, y))
             return backend.join(x, memory)
+        if spec.memory in ("joins", "swaps"):
+            start = self.weights.memory_start
+            memory = memory if index or start is None else backend.add_positions(memory, start)
+            joined = backend.add(x, memory)
+            x, memory = joined, x if spec.memory == "swaps" else memory
+            x = self._add_blocks(backend, x, self._mixer_block(backend, x, index), index)
+            return backend.join(x, memory)
         if spec.memory == "shortcut":
             x = backend.add(x, self._mixer_block(backend, x, index))
             return self._with_shortcut(backend, x, index)
@@ -797,7 +815,7 @@ class Network:
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         y = x
         if spec.has_attention_norm and spec.norms in ("pre", "both"):
-            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+            y = self._mixer_input(backend, x, weights)
         if spec.recurrence is not None:
             assert isinstance(weights.recurrent, RecurrentWeights), "checked above"
             self._ungated(backend, y, spec.recurrence, weights.recurrent, index)
@@ -833,7 +851,7 @@ class Network:
             spec.latent is None
             and spec.sum_factors is None
             and not spec.ends_loop
-            and (spec.recurrence is None or spec.recurrence.shape.rule != "wkv")
+            and (spec.recurrence is None or spec.recurrence.shape.rule not in ("wkv", "wkv6"))
             for spec in self.spec.layers
         )
         if self.has_wide_states or self.spec.per_layer_size or not is_plain:
@@ -882,7 +900,7 @@ class Network:
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         y = self._inputs(backend, x, index)
         if spec.has_attention_norm and spec.norms in ("pre", "both", "stream"):
-            y = self._norm(backend, y, weights.attention_norm, weights.attention_norm_bias)
+            y = self._mixer_input(backend, y, weights)
         return self._queries(backend, _query_inputs(backend, y, spec, weights), spec, weights)
 
     def _queries(self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
@@ -913,7 +931,7 @@ class Network:
         if index == 0 and states is not None and self.spec.attends_to_states:
             y = states.attention_inputs(backend, x, self.weights.embedding, self.spec)
         elif spec.has_attention_norm and spec.norms in ("pre", "both"):
-            y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+            y = self._mixer_input(backend, x, weights)
         convolution, kernels = weights.attention_convolution, None
         if convolution is not None:
             y, kernels = convolution.of_inputs(backend, y)
@@ -926,6 +944,12 @@ class Network:
             y = self._post_norm(backend, y, weights.attention_post_norm)
         return self._scaled(backend, y)
 
+    def _mixer_input(self, backend: Backend, x: Any, weights: LayerWeights) -> Any:
+        """The normed input of a layer's first sublayer."""
+        y = self._norm(backend, x, weights.attention_norm, weights.attention_norm_bias)
+        gate = weights.attention_norm_gate
+        return y if gate is None else gate.apply(backend, y)
+
     def _mlp_block(self, backend: Backend, x: Any, index: int, inputs: Any = None) -> Any:
         """The MLP sublayer of a layer without its residual connection, norms included; `inputs` are
         those of the layer."""
@@ -933,11 +957,16 @@ class Network:
         y = x
         if spec.norms in ("pre", "both"):
             y = self._norm(backend, x, weights.mlp_norm, weights.mlp_norm_bias)
+        if weights.mlp_norm_gate is not None:
+            y = weights.mlp_norm_gate.apply(backend, y)
         assert weights.mlp is not None, "checked by `_add_blocks`"
         if weights.mlp_mix is not None:
             assert spec.recurrence is not None, "checked by `_check_time_mix`"
             first, shape = self.spec.hidden_size, spec.recurrence.shape
-            (y,) = backend.shift(y, index, shape, first, [weights.mlp_mix])
+            mixes = [weights.mlp_mix]
+            if weights.mlp_receptance_mix is not None:
+                mixes.append(weights.mlp_receptance_mix)
+            y, *receptance = backend.shift(y, index, shape, first, mixes)
         convolution, kernels = weights.mlp_convolution, None
         if convolution is not None:
             y, kernels = convolution.of_inputs(backend, y)
@@ -955,9 +984,11 @@ class Network:
             y = _mlp(backend, y, spec, weights.mlp, inputs if spec.routes_inputs else None)
         if convolution is not None:
             y = convolution.of_outputs(backend, y, kernels)
+        if weights.mlp_receptance is not None:
+            y = backend.gated(weights.mlp_receptance.apply(backend, receptance[0]), y, "sigmoid")
         if weights.mlp_factors is not None:
             y = backend.multiply(y, weights.mlp_factors)
-        if spec.norms in ("post", "both"):
+        if spec.norms != "sum" and spec.norms_output:
             y = self._post_norm(backend, y, weights.mlp_post_norm)
         return self._scaled(backend, y)
 
@@ -1033,7 +1064,7 @@ class Network:
         if spec.recurrence is None:
             return self._attention(backend, x, spec, weights, index)
         assert weights.recurrent is not None, "checked by `_check_layer`"
-        if isinstance(weights.recurrent, TimeMixWeights):
+        if isinstance(weights.recurrent, TimeMix):
             return weights.recurrent.apply(backend, x, index, spec.recurrence.shape)
         y = self._recurrent(backend, x, spec.recurrence, weights.recurrent, index)
         if spec.attention is None:
@@ -1115,8 +1146,10 @@ class Network:
         v = k
         if weights.value is not None:
             v = _limited(backend, weights.value.apply(backend, x), spec)
-        norm = weights.key_norm, weights.key_norm_bias
-        k = self._positioned(backend, k, spec, heads, norm, spec.rope)
+        norm, key_heads = (weights.key_norm, weights.key_norm_bias), heads
+        if spec.is_differential:
+            key_heads *= 2
+        k = self._positioned(backend, k, spec, key_heads, norm, spec.rope)
         if spec.has_value_norm:
             v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
         return k, v
@@ -1132,14 +1165,20 @@ class Network:
         q = self._queries(backend, inputs, spec, weights)
         k, rotary = backend.split(weights.key.apply(backend, x), shape.latent_dim)
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
+        if latent.rotary_norm is not None:
+            rotary = backend.rms_norm(rotary, latent.rotary_norm, spec.latent.norm_eps)
         rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
         k = backend.join(k, rotary)
         y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
         y = backend.grouped_linear(y, latent.values)
         if weights.attention_gate is not None:
             assert spec.attention_gate is not None, "checked by `_check_attention`"
-            gate = weights.attention_gate.apply(backend, x)
-            y = backend.gate_parts(y, gate, spec.attention_gate)
+            if spec.gates_heads:
+                gate = weights.attention_gate.apply(backend, x)
+                y = backend.gate_parts(y, gate, spec.attention_gate)
+            else:  # see `LowRankQuery.has_raw`
+                gate = weights.attention_gate.apply(backend, inputs)
+                y = backend.gated(gate, y, spec.attention_gate)
         return weights.output.apply(backend, y)
 
     def _shared_key_attention(
@@ -1184,6 +1223,8 @@ class Network:
             backend.select(None, None, 1, index, shape)
         else:
             heads = spec.indexer.num_heads
+            if spec.low_rank_query is not None and spec.low_rank_query.has_raw:
+                inputs = backend.columns(inputs, 0, spec.low_rank_query.rank)
             query = indexer.query.apply(backend, inputs)
             if indexer.query_norm is not None:
                 query = backend.rms_norm(query, indexer.query_norm, spec.indexer.norm_eps, heads)
@@ -1251,7 +1292,8 @@ def _query_inputs(backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeigh
         return x
     assert weights.query_down is not None, "checked by `_check_query`"
     x = weights.query_down.apply(backend, x)
-    return backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
+    normed = backend.rms_norm(x, weights.query_down_norm, spec.low_rank_query.norm_eps)
+    return backend.join(normed, x) if spec.low_rank_query.has_raw else normed
 
 
 def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
@@ -1336,6 +1378,8 @@ def _mlp(
         router = mlp.router.apply(backend, x if router_inputs is None else router_inputs)
         if spec.routing.scoring == "given":
             router = backend.activate(router, "relu")
+        if mlp.router_softcap is not None:
+            router = backend.softcap(router, mlp.router_softcap)
         if mlp.router_norm is not None:
             router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
         latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
@@ -1449,12 +1493,19 @@ def _check_layer(
         ),
         "mlp_norm": hidden if has_pre_norm and has_mlp else None,
         "attention_post_norm": hidden if has_post_norm and has_mixer else None,
-        "mlp_post_norm": hidden if has_post_norm and has_mlp else None,
+        "mlp_post_norm": hidden if spec.norms_output and has_mlp else None,
         "second_norm": hidden if spec.has_second_sum else None,
     }
     for name, size in sizes.items():
         if size is not None:
             _check_vector(prefix + name, getattr(layer, name), size)
+    for name in ("attention_norm_gate", "mlp_norm_gate"):
+        rank, gate = getattr(spec, name), getattr(layer, name)
+        if (gate is not None) != (rank > 0):
+            raise CheckpointError(f"{prefix}only one of the spec and the weights has {name}")
+        if gate is not None:
+            _check_linear(f"{prefix}{name}", gate.down, (rank, hidden))
+            _check_linear(f"{prefix}{name}", gate.up, (hidden, rank))
     for name in (
         "attention_norm_bias",
         "mlp_norm_bias",
@@ -1567,7 +1618,7 @@ def _check_attention(
         _check_vector(f"{prefix}the differential norm", layer.differential.norm, dim)
         number(f"{prefix}the differential factor", layer.differential.factor, -MAX_FACTOR)
     _check_query(prefix, spec.low_rank_query, layer, width)
-    query_width = width if spec.low_rank_query is None else spec.low_rank_query.rank
+    query_width = width if spec.low_rank_query is None else spec.low_rank_query.width
     value_size = shape.num_heads * shape.value_dim // (2 if spec.is_differential else 1)
     sizes = {
         "query": (q_size, query_width),
@@ -1626,8 +1677,10 @@ def _check_attention(
     if (layer.attention_gate is None) != (spec.attention_gate is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has an attention gate")
     if layer.attention_gate is not None:
-        num_gates = shape.num_heads if spec.gates_heads else value_size
-        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (num_gates, width))
+        num_gates = shape.num_heads if spec.gates_heads else sizes["output"][1]
+        reads_query = spec.low_rank_query is not None and spec.low_rank_query.has_raw
+        gate_width = query_width if reads_query else width
+        _check_linear(f"{prefix}attention_gate", layer.attention_gate, (num_gates, gate_width))
 
 
 def _check_shared_key(
@@ -1675,6 +1728,10 @@ def _check_latent(
     if weights is None:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a latent product")
     _check_vector(f"{prefix}the latent norm", weights.norm, rank)
+    if (weights.rotary_norm is not None) != spec.has_rotary_norm:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has a rotary norm")
+    if weights.rotary_norm is not None:
+        _check_vector(f"{prefix}the rotary norm", weights.rotary_norm, shape.head_dim - rank)
     for name, matrices, size in (
         ("keys", weights.keys, (rank, spec.key_dim)),
         ("values", weights.values, (spec.value_dim, rank)),
@@ -1781,24 +1838,41 @@ def _check_mixes(
     prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, is_first: bool
 ) -> None:
     """Check the weights of RWKV's time mixing and channel mixing."""
-    weights = layer.recurrent if isinstance(layer.recurrent, TimeMixWeights) else None
-    has_mixes = spec.recurrence is not None and spec.recurrence.shape.rule == "wkv"
-    if {weights is not None, layer.mlp_mix is not None} != {has_mixes}:
+    weights = layer.recurrent if isinstance(layer.recurrent, TimeMix) else None
+    rule = None if spec.recurrence is None else spec.recurrence.shape.rule
+    kinds = {"wkv": TimeMixWeights, "wkv6": DynamicMixWeights}
+    if type(weights) is not kinds.get(str(rule), type(None)):
         raise CheckpointError(f"{prefix}only one of the spec and the weights mixes positions")
+    if (layer.mlp_mix is None) != (weights is None):
+        raise CheckpointError(f"{prefix}only one of the sublayers mixes positions")
     if weights is None:
         return
     _check_vector(f"{prefix}the mix of the MLP's inputs", layer.mlp_mix, hidden)
-    _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 6 * hidden)
-    for name in ("receptance", "key", "value", "output"):
-        _check_linear(prefix + name, getattr(weights, name), (hidden, hidden))
-    if (weights.value_mix is None) != is_first:
-        raise CheckpointError(f"{prefix}all layers but the first mix their values")
+    linears = weights.linears
+    if isinstance(weights, DynamicMixWeights):
+        _check_vector(f"{prefix}the first mix", weights.first_mix, hidden)
+        _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 5 * hidden)
+        rank, down = weights.rank, linears.pop("mix_down")
+        _check_linear(f"{prefix}mix_down", down, (5 * rank, hidden))
+        for linear in weights.mix_ups:
+            _check_linear(f"{prefix}mix_up", linear, (hidden, rank))
+        _check_vector(f"{prefix}the mix of the receptance", layer.mlp_receptance_mix, hidden)
+        if layer.mlp_receptance is None:
+            raise CheckpointError(f"{prefix}mlp_receptance is missing")
+        linears["mlp_receptance"] = layer.mlp_receptance
+    elif isinstance(weights, TimeMixWeights):
+        _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 6 * hidden)
+        if (weights.value_mix is None) != is_first:
+            raise CheckpointError(f"{prefix}all layers but the first mix their values")
+    for name, linear in linears.items():
+        _check_linear(prefix + name, linear, (hidden, hidden))
     for name, product in weights.products.items():
         rank = product.down.weight.out_features
         _check_linear(f"{prefix}{name}, down", product.down, (rank, hidden))
         _check_linear(f"{prefix}{name}, up", product.up, (hidden, rank))
     for name, vector in vars(weights.vectors).items():
-        _check_vector(prefix + name, vector, hidden)
+        if rule == "wkv" or not name.startswith("key_"):
+            _check_vector(prefix + name, vector, hidden)
 
 
 def _check_kda_gates(

@@ -193,6 +193,8 @@ def _triton_executor(
             missing = "several streams of hidden states (Gemma 3n)"
         elif any(layer.is_differential for layer in network.spec.layers):
             missing = "differential attention (Phi-4-mini-flash)"
+        elif any(layer.memory in ("joins", "swaps") for layer in network.spec.layers):
+            missing = "stacks of layers with a state each (HRM-Text)"
         elif any(x.routing and x.routing.block_experts for x in network.spec.layers):
             missing = "experts that are chosen per block (LLaDA2.2)"
         elif network.spec.per_layer_size:

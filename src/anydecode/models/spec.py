@@ -115,12 +115,15 @@ class LatentSpec:
         norm_eps: Of the norm of the latent.
         growth: Multiplies the parts of queries without position embedding by its factor, where
             `LayerSpec.query_rope` multiplies the others; its frequencies are 0. None: no factor.
+        has_rotary_norm: Whether the part of the key with rotary position embedding is normed too,
+            before it is rotated (dots3-note).
     """
 
     key_dim: int
     value_dim: int
     norm_eps: float = 1e-6
     growth: Rope | None = None
+    has_rotary_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,10 +200,19 @@ class LowRankQuery:
     Attributes:
         rank: Numbers between the two matrices.
         norm_eps: Of the norm.
+        has_raw: Whether the second matrix reads the numbers before the norm too, behind the normed
+            ones (A.X K2). The gate of the attention reads both then, and has a number for each of
+            its output.
     """
 
     rank: int
     norm_eps: float = 1e-6
+    has_raw: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers that the second matrix reads."""
+        return self.rank * (1 + self.has_raw)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,9 +259,14 @@ class LayerSpec:
         attention_gate: The function of a projection of the attention's input that multiplies its
             output: None for no gate, "sigmoid" (Qwen3-Next) or "softplus" (Laguna).
         gates_heads: Whether that gate has one number for each head (Laguna), not for each number.
+        has_output_norm: Whether the output of the MLP is normed where `norms` does not say so
+            (A.X-K1's experts).
         has_attention_inner_norm: Whether the input of the attention's output matrix is normed
             (BitNet).
         has_mlp_inner_norm: Whether the input of the MLP's last matrix is normed (BitNet).
+        attention_norm_gate: The inner size of the gate of the attention's normed input (see
+            `NormGate`); 0: there is none.
+        mlp_norm_gate: The same of the MLP's.
         has_attention_norm: Whether the attention's input is normed, as `norms` says; False for the
             first layer of ModernBERT.
         latent: The projections of multi-head latent attention; None for other attention.
@@ -267,6 +284,8 @@ class LayerSpec:
         is_differential: Whether the attention is differential (see `DifferentialWeights`): a key
             and a value of its shape are those of two heads side by side, and a query is that of one
             head, beside zeros.
+        has_distant_pairs: Whether a pair of heads of differential attention is one of the first
+            half of the stored heads and one of the second half (DiffLlama), not two in sequence.
         bias_reach: The largest distance of a key and a row whose bias differs from that of larger
             ones, see `Backend.attend` (MPNet); 0: there are no such biases.
         has_relative_positions: Whether attention is disentangled (DeBERTa), see
@@ -278,8 +297,9 @@ class LayerSpec:
             MLP, whose attention reads the embeddings, the memory, beside the hidden states, and a
             recurrence, which reads the sum of a projection of the MLP's output and the hidden
             states (Zamba2), "shortcut" if the output of the experts beside its MLP is the memory,
-            "adds" if the memory is added to the layer's output (LongCat-Flash); None for none of
-            these.
+            "adds" if the memory is added to the layer's output (LongCat-Flash), "joins" if the
+            memory is added to the layer's input, "swaps" if that input becomes the memory besides
+            (HRM-Text); None for none of these.
         ends_loop: Whether the output of the layer is normed by the model's final norm, because the
             layers behind it are those before it once more (Nanbeige).
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
@@ -308,8 +328,11 @@ class LayerSpec:
     recurrence: RecurrentSpec | None = None
     attention_gate: str | None = None
     gates_heads: bool = False
+    has_output_norm: bool = False
     has_attention_inner_norm: bool = False
     has_mlp_inner_norm: bool = False
+    attention_norm_gate: int = 0
+    mlp_norm_gate: int = 0
     has_attention_norm: bool = True
     latent: LatentSpec | None = None
     indexer: IndexerSpec | None = None
@@ -322,6 +345,7 @@ class LayerSpec:
     qkv_limit: float | None = None
     gate_cutoff: float | None = None
     is_differential: bool = False
+    has_distant_pairs: bool = False
     bias_reach: int = 0
     has_relative_positions: bool = False
     memory: str | None = None
@@ -338,6 +362,11 @@ class LayerSpec:
         """Whether there is a first sublayer."""
         is_unit = self.memory == "reads"
         return self.attention is not None or self.recurrence is not None or is_unit
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether the output of the MLP is normed."""
+        return self.norms not in ("pre", "stream") or self.has_output_norm
 
     @property
     def stores(self) -> bool:
@@ -366,6 +395,8 @@ class LayerSpec:
 
     def query_order(self) -> np.ndarray | None:
         """The order in which the stored rows of the query matrix are loaded; None: as stored."""
+        if self.attention is not None and self.has_distant_pairs:
+            return self._pair_order(self.attention.num_heads)
         if self.attention is None or not self.interleaved_rope:
             return None
         first = 0 if self.latent is None else self.latent.key_dim
@@ -374,9 +405,25 @@ class LayerSpec:
     def key_order(self) -> np.ndarray | None:
         """The order in which the stored rows of the key matrix are loaded; None: as stored."""
         shape = self.attention
+        if self.has_distant_pairs:
+            return self.value_order()
         if shape is None or not self.interleaved_rope:
             return None
         return self._row_order(shape.num_kv_heads, shape.head_dim, shape.latent_dim or 0)
+
+    def value_order(self) -> np.ndarray | None:
+        """The order in which the stored rows of the value matrix are loaded; None: as stored."""
+        if self.attention is None or not self.has_distant_pairs:
+            return None
+        return self._pair_order(2 * self.attention.num_kv_heads)
+
+    def _pair_order(self, num_heads: int) -> np.ndarray:
+        """The order of the rows of `num_heads` heads, whose pairs become heads in sequence."""
+        assert self.attention is not None, "differential attention"
+        dim = self.attention.head_dim // 2
+        rows = np.arange(num_heads * dim).reshape(2, num_heads // 2, dim)
+        order: np.ndarray = rows.swapaxes(0, 1).ravel()
+        return order
 
     def indexer_order(self, num_heads: int) -> np.ndarray | None:
         """The order in which stored rows of `num_heads` heads of the indexer are loaded; None: as
@@ -706,6 +753,13 @@ def _check_memory(spec: ModelSpec) -> None:
             raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a stream")
         if any(x.attention is None or x.memory in ("makes", "reads") for x in spec.layers):
             raise ConfigError("side layers and those beside them have attention")
+    elif any(layer.memory in ("joins", "swaps") for layer in spec.layers):
+        if spec.memory_size != spec.hidden_size:
+            raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of a state")
+        if any(x.attention is None or x.mlp == "none" or x.is_parallel for x in spec.layers):
+            raise ConfigError("layers of models with several states are attention and an MLP")
+        if any(x.memory not in (None, "joins", "swaps") for x in spec.layers):
+            raise ConfigError("layers of models with several states have no other memory")
     elif any(layer.memory == "embeddings" for layer in spec.layers):
         if spec.memory_size != spec.hidden_size:
             raise refusal("memory_size", spec.memory_size, f"the {spec.hidden_size} of embeddings")
@@ -804,13 +858,18 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             head_dim = 0 if layer.attention is None else layer.attention.head_dim
             if layer.attention is not None and layer.latent is not None:
                 head_dim -= layer.attention.value_dim
+            if layer.is_differential:
+                head_dim //= 2
             _check_rope(prefix, rope, head_dim)
     choices = {
         "norms": ("pre", "post", "both", "sum", "stream"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
         "mlp": ("gated", "plain", "none"),
         "attention_gate": (None, "sigmoid", "softplus"),
-        "memory": (None, "makes", "reads", "side", "embeddings", "shortcut", "adds"),
+        "memory": (
+            *(None, "makes", "reads", "side", "embeddings", "shortcut", "adds"),
+            *("joins", "swaps"),
+        ),
     }
     _check_activation(prefix, layer, layer.activation)
     if layer.shared_activation is not None:
@@ -836,16 +895,25 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise refusal(f"{prefix}gate_cutoff", layer.gate_cutoff, "None without a gated MLP")
     if layer.is_differential:
         shape = layer.attention
-        is_plain = layer.rope is None and layer.query_rope is None and layer.qk_norm is None
+        is_plain = layer.query_rope is None and layer.qk_norm is None
+        is_plain = is_plain and not layer.interleaved_rope
         if shape is None or layer.latent is not None or not is_plain or layer.attention_gate:
-            raise ConfigError(f"{prefix}differential attention is without positions and norms")
+            raise ConfigError(f"{prefix}differential attention has neither norms nor a gate")
         if shape.num_heads % 2 or shape.head_dim % 2:
             raise ConfigError(f"{prefix}differential attention needs an even number of heads")
+    elif layer.has_distant_pairs:
+        raise ConfigError(f"{prefix}pairs of heads need differential attention")
     if layer.low_rank_query is not None:
         if layer.attention is None or (layer.attention_gate and layer.latent is None):
             raise ConfigError(f"{prefix}low-rank queries need attention without a gate")
         integer(f"{prefix}query_rank", layer.low_rank_query.rank)
         number(f"{prefix}norm_eps of queries", layer.low_rank_query.norm_eps, 0.0, 1.0)
+        if layer.low_rank_query.has_raw and (layer.latent is None or not layer.attention_gate):
+            raise ConfigError(f"{prefix}queries of raw numbers need latent attention with a gate")
+    for name in ("attention_norm_gate", "mlp_norm_gate"):
+        size = integer(f"{prefix}{name}", getattr(layer, name), 0, MAX_COUNT)
+        if size and layer.norms != "pre":
+            raise refusal(f"{prefix}{name}", size, "0 without norms of inputs alone")
     if integer(f"{prefix}bias_reach", layer.bias_reach, 0, MAX_COUNT):
         shape = layer.attention
         if shape is None or shape.slopes is not None or layer.latent is not None:
@@ -988,8 +1056,10 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     number(f"{prefix}norm_eps", latent.norm_eps, 0.0, 1.0)
     if latent.growth is not None:
         _check_rope(prefix, latent.growth, latent.key_dim)
-    if layer.attention_gate and not layer.gates_heads:
-        raise refusal(f"{prefix}gates_heads", False, "True with latent attention and a gate")
+    reads_query = layer.low_rank_query is not None and layer.low_rank_query.has_raw
+    if layer.attention_gate and layer.gates_heads == reads_query:
+        allowed = f"{not reads_query} with latent attention and this gate"
+        raise refusal(f"{prefix}gates_heads", layer.gates_heads, allowed)
     names = ("qk_norm", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):
@@ -1088,7 +1158,7 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
     size = integer(f"{prefix}state_size", shape.state_size, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * head_dim * state_size", heads * dim * size)
     integer(f"{prefix}numbers that a slot stores", shape.num_inputs)
-    if shape.rule == "wkv":
+    if shape.rule in ("wkv", "wkv6"):
         integer(f"{prefix}state_size", size, dim, dim)
         integer(f"{prefix}num_groups", groups, heads, heads)
         number(f"{prefix}norm_eps", shape.norm_eps, 0.0, MAX_FACTOR)
@@ -1106,7 +1176,7 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
 def _check_mixes(prefix: str, spec: ModelSpec, layer: LayerSpec) -> None:
     """The layers of RWKV store the inputs of their two sublayers, and have the values of the first
     layer."""
-    if layer.recurrence is None or layer.recurrence.shape.rule != "wkv":
+    if layer.recurrence is None or layer.recurrence.shape.rule not in ("wkv", "wkv6"):
         return
     shape, first = layer.recurrence.shape, spec.layers[0].recurrence
     if shape.width != 2 * spec.hidden_size or shape.width_out != spec.hidden_size:

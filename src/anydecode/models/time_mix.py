@@ -1,12 +1,16 @@
-"""The time mixing of RWKV-7 (Peng et al., arXiv:2503.14456).
+"""The time mixing of RWKV-7 (Peng et al., arXiv:2503.14456) and of RWKV-6 (arXiv:2404.05892).
 
-Six mixtures of a row's input and that of the position before give, in this order, the receptance,
-the decay, the key, the value, the rate and the gate of a recurrence (see `Recurrence`, "wkv"). The
-values of later layers are mixed with those of the first, which its slots store.
+In RWKV-7, six mixtures of a row's input and that of the position before give, in this order, the
+receptance, the decay, the key, the value, the rate and the gate of a recurrence (see `Recurrence`,
+"wkv"). The values of later layers are mixed with those of the first, which its slots store.
+
+In RWKV-6, five mixtures, whose shares depend on a sixth one, give the decay, the key, the value,
+the receptance and the gate ("wkv6").
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +38,34 @@ class LowRankProduct:
         return self.up.apply(backend, y)
 
 
+class TimeMix(ABC):
+    """The weights of time mixing."""
+
+    @property
+    def products(self) -> dict[str, LowRankProduct]:
+        """The low-rank products by name."""
+        return {x: y for x, y in vars(self).items() if isinstance(y, LowRankProduct)}
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The matrices that are no part of a low-rank product, by name."""
+        return {x: y for x, y in vars(self).items() if isinstance(y, Linear)}
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix of the sublayer."""
+        linears = [*self.linears.values()]
+        linears += [part for x in self.products.values() for part in (x.down, x.up)]
+        return [linear.weight for linear in linears]
+
+    @abstractmethod
+    def apply(self, backend: Backend, x: Any, layer: int, shape: Recurrence) -> Any:
+        """The output of the sublayer of `layer` for its normed inputs."""
+
+
 @dataclass(eq=False)
-class TimeMixWeights:
-    """The weights of time mixing.
+class TimeMixWeights(TimeMix):
+    """The weights of RWKV-7's.
 
     Attributes:
         mixes: The shares of the position before in the six inputs, float32 `[6, hidden_size]`.
@@ -62,18 +91,6 @@ class TimeMixWeights:
     vectors: WkvWeights
     value_mix: LowRankProduct | None = None
 
-    @property
-    def products(self) -> dict[str, LowRankProduct]:
-        """The low-rank products by name."""
-        return {x: y for x, y in vars(self).items() if isinstance(y, LowRankProduct)}
-
-    @property
-    def matrices(self) -> list[Weight]:
-        """Every matrix of the sublayer."""
-        linears = [self.receptance, self.key, self.value, self.output]
-        linears += [part for x in self.products.values() for part in (x.down, x.up)]
-        return [linear.weight for linear in linears]
-
     def apply(self, backend: Backend, x: Any, layer: int, shape: Recurrence) -> Any:
         """The output of the sublayer of `layer` for its normed inputs."""
         r, w, k, v, a, g = backend.shift(x, layer, shape, 0, list(self.mixes))
@@ -97,3 +114,74 @@ class TimeMixWeights:
         first = backend.stored(0, shape, shape.width + 3 * size, size)
         change = backend.add(first, backend.scale(value, -1.0))
         return backend.add(value, backend.gated(share, change, "sigmoid"))
+
+
+@dataclass(eq=False)
+class DynamicMixWeights(TimeMix):
+    """The weights of RWKV-6's.
+
+    Attributes:
+        first_mix: The shares of the position before in the input of `mix_down`, float32
+            `[hidden_size]`.
+        mixes: The constant parts of the shares of decay, key, value, receptance and gate, float32
+            `[5, hidden_size]`.
+        mix_down: `[5 * rank, hidden_size]`.
+        mix_ups: What is added to the shares: of the tangents of equal parts of its product, one
+            matrix `[hidden_size, rank]` each.
+        receptance: `[hidden_size, hidden_size]`, as are `key`, `value`, `gate` and `output`.
+        key: Of the keys.
+        value: Of the values.
+        gate: Of the gates.
+        output: Of the gated outputs of the recurrence.
+        decay: Of the decays.
+        vectors: The vectors of the recurrence.
+    """
+
+    first_mix: np.ndarray
+    mixes: np.ndarray
+    mix_down: Linear
+    mix_ups: list[Linear]
+    receptance: Linear
+    key: Linear
+    value: Linear
+    gate: Linear
+    output: Linear
+    decay: LowRankProduct
+    vectors: WkvWeights
+
+    @property
+    def matrices(self) -> list[Weight]:
+        return [*super().matrices, *(linear.weight for linear in self.mix_ups)]
+
+    def apply(self, backend: Backend, x: Any, layer: int, shape: Recurrence) -> Any:
+        ones = np.ones_like(self.first_mix)
+        before, first, *mixed = backend.shift(
+            x, layer, shape, 0, [ones, self.first_mix, *self.mixes]
+        )
+        change = backend.add(before, backend.scale(x, -1.0))
+        shares = backend.softcap(self.mix_down.apply(backend, first), 1.0)
+        w, k, v, r, g = (
+            backend.add(
+                part, backend.gated(self._share(backend, shares, index), change, "identity")
+            )
+            for index, part in enumerate(mixed)
+        )
+        gates = (
+            self.receptance.apply(backend, r),
+            self.decay.apply(backend, w),
+            self.key.apply(backend, k),
+            self.value.apply(backend, v),
+        )
+        y = backend.recurrence(None, gates, layer, shape, self.vectors)
+        y = backend.gated(self.gate.apply(backend, g), y, "silu")
+        return self.output.apply(backend, y)
+
+    @property
+    def rank(self) -> int:
+        """Numbers of which the change of a share is made."""
+        return self.mix_ups[0].weight.in_features
+
+    def _share(self, backend: Backend, shares: Any, index: int) -> Any:
+        """What is added to the share of a mixture."""
+        own = backend.columns(shares, index * self.rank, self.rank)
+        return self.mix_ups[index].apply(backend, own)

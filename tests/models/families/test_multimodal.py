@@ -105,6 +105,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "AyaVision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
     "Cohere2Vision": (COHERE, {**VISION, "model_type": "siglip_vision_model"}),
+    "CohereCompass": (
+        {
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": None,
+                "sliding_attention": _rope(2, 2, 2)["rope_parameters"],
+            },
+        },
+        DEEP,
+    ),
     "Lfm2Vl": (
         {
             "model_type": "lfm2",

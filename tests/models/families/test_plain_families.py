@@ -69,6 +69,21 @@ TWINS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "spark, no windows": ("spark2_5", lambda one: replace(one, windows=[None] * 3)),
     "maple, no limit": ("maple", lambda one: replace(one, limit=np.inf)),
     "maple, positions in every layer": ("maple", lambda one: replace(one, bases=[500.0] * 3)),
+    "grok, scores without a limit": (
+        "grok", lambda one: replace(one, softcaps=(np.inf, *one.softcaps[1:])),
+    ),
+    "grok, a router without a limit": (
+        "grok", lambda one: replace(one, softcaps=(3.0, np.inf, 9.0)),
+    ),
+    "grok, logits without a limit": (
+        "grok", lambda one: replace(one, softcaps=(*one.softcaps[:2], np.inf)),
+    ),
+    "grok, the usual scale": ("grok", lambda one: replace(one, scale=None)),
+    "grok, SiLU": ("grok", lambda one: replace(one, activation="silu")),
+    "plm, another base": ("plm", lambda one: replace(one, bases=[5e4] * 3)),
+    "plm, latents without a norm": (
+        "plm", lambda one: _with(one, "kv_a_layernorm.weight", lambda x: 0 * x + 1),
+    ),
     "plamo 2, a decay for all": ("plamo2", lambda one: _with(one, "A_log", lambda x: 0 * x)),
     "plamo 2, no skip": ("plamo2", lambda one: _with(one, "mamba.D", lambda x: 0 * x)),
     "plamo 2, heads with one norm": (
@@ -127,14 +142,18 @@ def test_logits_of_a_gguf_file(name: str, tmp_path: Path) -> None:
 
 #: With 0 heads in the first layer, as the converter writes them, llama.cpp (11434) takes the rotary
 #: size for 0, and does not end.
-FOR_LLAMA_CPP = {"plamo2": {"attention.head_count": HEADS}}
+FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "plamo2": {"attention.head_count": HEADS},
+    # It reads the limit of the router's outputs, and does not use it.
+    "grok": {"router_logit_softcapping": 1e6},
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = as_gguf(name, tmp_path / "x.gguf", **FOR_LLAMA_CPP.get(name, {}))
     found = logits(built(load_checkpoint(path)), chain(TEXT))
-    margin = GELU_MARGIN if name == "spark2_5" else 1e-4
+    margin = GELU_MARGIN if name in ("grok", "spark2_5") else 1e-4
     assert np.abs(found - llama_cpp_logits(path, TEXT)).max() < margin
 
 
@@ -147,6 +166,13 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
         ("spark2_5", {"rope.dimension_count": 12}),
         ("spark2_5", {"rope.freq_base_swa": 5e4}),
         ("maple", {"swiglu_clamp_exp": [2.0] * 3}),
+        ("grok", {"attn_logit_softcapping": 30.0}),
+        ("grok", {"router_logit_softcapping": 30.0}),
+        ("grok", {"final_logit_softcapping": 30.0}),
+        ("grok", {"attention.output_scale": 0.1}),
+        ("grok", {"embedding_scale": 1.0}),
+        ("grok", {"logit_scale": 0.5}),
+        ("plm", {"rope.freq_base": 5e4}),
         ("plamo3", {"rope.freq_base_swa": 5e4}),
         ("plamo3", {"attention.sliding_window_pattern": 3}),
     ],

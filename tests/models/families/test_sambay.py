@@ -65,7 +65,7 @@ def test_certificate_rejects_factors_of_layers_counted_from_one(
     monkeypatch.setattr(
         build,
         "read_differential",
-        lambda reader, layer, i, shape: read(reader, layer, i + 1, shape),
+        lambda reader, name, i, *rest: read(reader, name, i + 1, *rest),
     )
     assert_rejected("sambay")
 

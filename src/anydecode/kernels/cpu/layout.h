@@ -37,7 +37,7 @@ enum Code {
 /* interface.py: RULES */
 enum Rule {
   RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU, RULE_KDA, RULE_RETENTION,
-  RULE_POOL
+  RULE_POOL, RULE_WKV6
 };
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 enum { MAX_POOL = 512 };  /* positions that an entry reads */
@@ -91,7 +91,7 @@ typedef struct {
 typedef struct {
   const float *conv; /* [window, width] */
   const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
-  const float *key_scale, *key_rate, *bonus, *norm, *norm_bias; /* of RULE_WKV */
+  const float *key_scale, *key_rate, *bonus, *norm, *norm_bias; /* of RULE_WKV, RULE_WKV6 */
   int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
   float min_step, max_step, norm_eps, max_strength;
   float min_exponent; /* of RULE_KDA; 0: none */

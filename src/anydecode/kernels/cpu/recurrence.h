@@ -230,13 +230,16 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
       int64_t stride = shape->width + shape->num_gates;
       const float *gates =
           pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
-      if (shape->rule != RULE_WKV) convolve(pass, op, slots, head * dim, dim, step.value);
+      int has_conv = shape->rule != RULE_WKV && shape->rule != RULE_WKV6;
+      if (has_conv) convolve(pass, op, slots, head * dim, dim, step.value);
       int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
       float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
       if (shape->rule == RULE_SELECTIVE) {
         advance_selective(shape, head, step.value, gates, times, state, to);
       } else if (shape->rule == RULE_WKV) {
         advance_wkv(shape, head, gates, step.key, state, to);
+      } else if (shape->rule == RULE_WKV6) {
+        advance_wkv6(shape, head, gates, step.key, state, to);
       } else if (shape->rule == RULE_LRU) {
         int is_first = start == -1 && i == pass->scan_first[run] + lead;
         advance_lru(shape, head, step.value, gates, is_first, state, to);

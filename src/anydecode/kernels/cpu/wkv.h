@@ -1,4 +1,4 @@
-/* The steps of RWKV-7's recurrence (interface.py: Recurrence, "wkv"). */
+/* The steps of the recurrences of RWKV-7 and RWKV-6 (interface.py: Recurrence, "wkv", "wkv6"). */
 #ifndef ANYDECODE_WKV_H
 #define ANYDECODE_WKV_H
 
@@ -42,10 +42,10 @@ static void prepare_wkv(const Recurrence *shape, int head, const float *gates, f
   }
 }
 
-/* Norm a head's output, and add the value times the bonus of this step. */
-static void finish_wkv(const Recurrence *shape, int head, const WkvStep *step, float *out) {
+/* Norm a head's output. */
+static void norm_wkv(const Recurrence *shape, int head, float *out) {
   int size = shape->state_size, first = head * size;
-  f8 sum = f8_set(0.0f), squares = f8_set(0.0f), bonus = f8_set(0.0f);
+  f8 sum = f8_set(0.0f), squares = f8_set(0.0f);
   for (int i = 0; i < size; i += 8) sum = f8_add(sum, f8_load_part(out + i, size - i));
   f8 mean = f8_set(f8_sum(sum) / (float)size);
   for (int i = 0; i < size; i += 8) {
@@ -53,18 +53,32 @@ static void finish_wkv(const Recurrence *shape, int head, const WkvStep *step, f
     f8_store_part(out + i, f8_sub(f8_load_part(out + i, left), mean), left);
     f8 centred = f8_load_part(out + i, left); /* zeros after the head's end */
     squares = f8_fma(centred, centred, squares);
-    f8 weight = f8_mul(f8_load_part(step->added + i, left),
-                       f8_load_part(shape->bonus + first + i, left));
-    bonus = f8_fma(f8_load_part(step->receptance + i, left), weight, bonus);
   }
   f8 factor = f8_set(1.0f / sqrtf(f8_sum(squares) / (float)size + shape->norm_eps));
-  f8 share = f8_set(f8_sum(bonus));
   for (int i = 0; i < size; i += 8) {
     int left = size - i;
     f8 y = f8_mul(f8_load_part(out + i, left), factor);
     y = f8_fma(y, f8_load_part(shape->norm + first + i, left),
                f8_load_part(shape->norm_bias + first + i, left));
-    f8_store_part(out + i, f8_fma(share, f8_load_part(step->value + i, left), y), left);
+    f8_store_part(out + i, y, left);
+  }
+}
+
+/* Add the value times the bonus of a step: sum(receptance * key * the head's bonus). */
+static void add_bonus(const Recurrence *shape, int head, const float *receptance,
+                      const float *key, const float *value, float *out) {
+  int size = shape->state_size, first = head * size;
+  f8 bonus = f8_set(0.0f);
+  for (int i = 0; i < size; i += 8) {
+    int left = size - i;
+    f8 weight = f8_mul(f8_load_part(key + i, left), f8_load_part(shape->bonus + first + i, left));
+    bonus = f8_fma(f8_load_part(receptance + i, left), weight, bonus);
+  }
+  f8 share = f8_set(f8_sum(bonus));
+  for (int i = 0; i < size; i += 8) {
+    int left = size - i;
+    f8 y = f8_load_part(out + i, left);
+    f8_store_part(out + i, f8_fma(share, f8_load_part(value + i, left), y), left);
   }
 }
 
@@ -92,7 +106,36 @@ static void advance_wkv(const Recurrence *shape, int head, const float *gates, f
     }
     if (out) out[p] = f8_sum(sum);
   }
-  if (out) finish_wkv(shape, head, &step, out);
+  if (!out) return;
+  norm_wkv(shape, head, out);
+  add_bonus(shape, head, step.receptance, step.added, step.value, out);
+}
+
+/* The same with the rule RULE_WKV6; `scratch` has memory for one vector of state_size. */
+static void advance_wkv6(const Recurrence *shape, int head, const float *gates, float *scratch,
+                         float *state, float *out) {
+  int size = shape->state_size;
+  int64_t all = (int64_t)shape->heads * size;
+  const float *receptance = gates + head * size, *decay = receptance + all;
+  const float *key = decay + all, *value = key + all;
+  for (int i = 0; i < size; i += 8) {
+    f8 rate = f8_exp(f8_load_part(decay + i, size - i));
+    f8_store_part(scratch + i, f8_exp(f8_sub(f8_set(0.0f), rate)), size - i);
+  }
+  for (int p = 0; p < size; p++, state += size) {
+    f8 sum = f8_set(0.0f), added = f8_set(value[p]);
+    for (int i = 0; i < size; i += 8) {
+      int left = size - i;
+      f8 s = f8_load_part(state + i, left);
+      sum = f8_fma(s, f8_load_part(receptance + i, left), sum);
+      s = f8_mul(s, f8_load_part(scratch + i, left));
+      f8_store_part(state + i, f8_fma(added, f8_load_part(key + i, left), s), left);
+    }
+    if (out) out[p] = f8_sum(sum);
+  }
+  if (!out) return;
+  add_bonus(shape, head, receptance, key, value, out);
+  norm_wkv(shape, head, out);
 }
 
 #endif

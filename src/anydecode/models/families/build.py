@@ -35,6 +35,7 @@ from anydecode.models.families.values import (
     bool_value,
     int_value,
     layer_config,
+    list_value,
     optional_number,
 )
 from anydecode.models.families.weights import TensorReader
@@ -54,6 +55,7 @@ from anydecode.models.network import (
     SideOutput,
     UnmaskingHead,
 )
+from anydecode.models.norm_gate import NormGate
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.spec import LayerSpec, ModelSpec, TimeSpec
@@ -66,7 +68,7 @@ from anydecode.models.time_conditioning import (
     SharedTimeConditioning,
     TimeConditioning,
 )
-from anydecode.models.time_mix import TimeMixWeights
+from anydecode.models.time_mix import DynamicMixWeights, TimeMix
 from anydecode.models.transformer import Executor, Transformer
 
 
@@ -145,7 +147,8 @@ def _read_weights(
             f"num_hidden_layers is {num_stored}, but {checkpoint.name} contains more layers"
         )
     layers = [read_layer(reader, spec, config, index) for index in range(num_stored)]
-    layers *= spec.num_layers // num_stored
+    sources = list_value(config, "layer_sources", int)
+    layers = layers if sources is None else [layers[source] for source in sources]
     final = family.names.get("norm", "norm")
     norm = None
     if spec.has_final_norm:
@@ -183,6 +186,9 @@ def _read_weights(
         weights.hyper = read_last_hyper_weights(reader, spec)
     elif spec.num_streams > 1:
         weights.streams = _read_streams(reader, spec)
+    if family.has_states:
+        start = reader.vector("z_L_init", spec.hidden_size)
+        weights.memory_start = plain_weight(start[None])
     if any(layer.memory == "side" for layer in spec.layers):
         weights.unmasking = _read_unmasking(reader, spec)
     if spec.has_canvas and spec.time is None:
@@ -355,8 +361,10 @@ class _LayerReader:
             layer.mlp = self._mlp()
             if self._spec.activation == "xielu":
                 layer.xielu = self._xielu()
-        if isinstance(layer.recurrent, TimeMixWeights):
+        if isinstance(layer.recurrent, TimeMix):
             layer.mlp_mix = self._reader.vector(self._full("mlp.mix"), self._hidden)
+        if isinstance(layer.recurrent, DynamicMixWeights):
+            self._read_receptance(layer, layer.recurrent.output.scale)
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
         if self._model.hyper is not None:
@@ -376,21 +384,25 @@ class _LayerReader:
             has_first = self._spec.has_attention_norm and self._spec.has_mixer
             if has_first:
                 layer.attention_norm = self._norm("input_layernorm")
+                rank = self._spec.attention_norm_gate
+                layer.attention_norm_gate = self._norm_gate("attention", rank)
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
             if self._family.shares_norm and self._spec.is_parallel:
                 second = "input_layernorm"
             if has_mlp:
                 layer.mlp_norm = self._norm(second)
+                layer.mlp_norm_gate = self._norm_gate("mlp", self._spec.mlp_norm_gate)
             if self._family.has_norm_bias:
                 if has_first:
                     layer.attention_norm_bias = self._norm_bias("input_layernorm")
                 layer.mlp_norm_bias = self._norm_bias(second)
         if post or both:
             layer.attention_post_norm = self._norm("post_attention_layernorm")
-            layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
             if self._family.has_norm_bias:
                 layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
                 layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
+        if self._spec.norms_output:
+            layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
         if self._spec.has_attention_inner_norm:
             assert self._spec.attention is not None, "checked by `ModelSpec`"
             size = self._spec.attention.num_heads * self._spec.attention.value_dim
@@ -403,7 +415,15 @@ class _LayerReader:
             layer.second_norm_bias = self._norm_bias("second_attention_layernorm")
         return layer
 
-    def _recurrent(self) -> RecurrentWeights | TimeMixWeights | None:
+    def _read_receptance(self, layer: LayerWeights, factor: float) -> None:
+        """The rest of RWKV-6's MLP; its output has the factor of that of the time mixing."""
+        assert isinstance(layer.mlp, PlainMlp), "the MLPs of this family"
+        hidden, name = self._hidden, self._full("mlp.receptance")
+        layer.mlp_receptance_mix = self._reader.vector(self._full("mlp.receptance_mix"), hidden)
+        layer.mlp_receptance = self._reader.linear(name, (hidden, hidden), False)
+        layer.mlp.down.scale = factor
+
+    def _recurrent(self) -> RecurrentWeights | TimeMix | None:
         if self._spec.recurrence is None:
             return None
         assert self._family.recurrent is not None, "its spec has a recurrence"
@@ -422,8 +442,10 @@ class _LayerReader:
 
     def _read_attention(self, layer: LayerWeights, shape: Attention) -> None:
         if self._spec.latent is not None:
-            read_latent(self._reader, self._config, self._spec, self._name, layer, self._hidden)
-            if self._family.has_scaled_ranks:
+            config = layer_config(self._config, self._index)
+            read_latent(self._reader, config, self._spec, self._name, layer, self._hidden)
+            is_scaled = bool_value(self._config, "apply_mla_qkv_lora_rescale", True)
+            if self._family.has_scaled_ranks and is_scaled:
                 self._scale_ranks(layer)
         elif self._spec.shared_key is not None:
             read_shared_key(self._reader, self._spec, self._name, layer, self._model)
@@ -441,7 +463,9 @@ class _LayerReader:
                 self._reader, self._spec.indexer, name, self._hidden, offset
             )
         if self._spec.is_differential:
-            layer.differential = read_differential(self._reader, self._name, self._index, shape)
+            name = self._full("self_attn.difference")
+            eps = self._model.norm_eps if self._spec.has_distant_pairs else None
+            layer.differential = read_differential(self._reader, name, self._index, shape, eps)
         if self._spec.bias_reach:
             layer.distance_biases = read_distance_biases(
                 self._reader, self._config, shape.num_heads
@@ -507,7 +531,8 @@ class _LayerReader:
         if self._reader.has(f"{gate}.weight"):
             layer.query, layer.key, layer.value, layer.output = self._attention(shape)
             size = shape.num_heads * (1 if self._spec.gates_heads else shape.head_dim)
-            layer.attention_gate = self._reader.linear(gate, (size, self._hidden), False)
+            has_bias = self._reader.has(f"{gate}.bias")
+            layer.attention_gate = self._reader.linear(gate, (size, self._hidden), has_bias)
             return
         size = shape.num_heads * shape.head_dim
         order = np.arange(2 * size).reshape(shape.num_heads, 2, -1)
@@ -592,6 +617,17 @@ class _LayerReader:
     def _norm(self, name: str, size: int | None = None) -> np.ndarray:
         return read_norm(self._reader, self._family, self._full(name), size or self._hidden)
 
+    def _norm_gate(self, kind: str, rank: int) -> NormGate | None:
+        """The gate of the norm of the attention's or of the MLP's input, if there is one."""
+        if not rank:
+            return None
+        name, hidden = self._full(f"{kind}_norm_gate"), self._hidden
+        down, up = (
+            self._reader.linear(f"{name}.{part}", shape, False)
+            for part, shape in (("fc1", (rank, hidden)), ("fc2", (hidden, rank)))
+        )
+        return NormGate(down, up)
+
     def _head_norms(self, name: str, count: int, order: np.ndarray | None) -> np.ndarray:
         """The weights of the norms of all heads, `[count * head_dim]`, which are stored as one
         tensor (Command R+) or as one per head (StableLM 2)."""
@@ -627,6 +663,7 @@ class _LayerReader:
             {
                 "self_attn.q_proj": self._spec.query_order(),
                 "self_attn.k_proj": self._spec.key_order(),
+                "self_attn.v_proj": self._spec.value_order(),
             },
             shards=int_value(self._config, "qkv_shards", 1),
         )

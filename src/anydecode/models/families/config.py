@@ -98,6 +98,7 @@ _MULTIMODAL = (
     "AyaVisionForConditionalGeneration",
     "BeeForConditionalGeneration",
     "Cohere2VisionForConditionalGeneration",
+    "CohereCompassForConditionalGeneration",
     "Cosmos3OmniForConditionalGeneration",
     "DeepseekOCRForCausalLM",
     "DeepseekOcr2ForConditionalGeneration",
@@ -105,6 +106,7 @@ _MULTIMODAL = (
     "DeepseekVLHybridForConditionalGeneration",
     "DeepseekVLV2ForCausalLM",
     "DiffusionGemmaForBlockDiffusion",
+    "Dots3NoteForConditionalGeneration",
     "EmbeddingGemma2Model",
     "Exaone4_5_ForConditionalGeneration",
     "FastVlmForConditionalGeneration",
@@ -324,7 +326,7 @@ def spec_from_config(
         hyper=_hyper(config) if family.has_hyper_connections else None,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
-        if any(layer.memory in ("side", "embeddings", "shortcut") for layer in layers)
+        if any(layer.memory in ("side", "embeddings", "shortcut", "swaps") for layer in layers)
         else sum(maker.shape.width_out for maker in makers if maker is not None),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
@@ -521,19 +523,31 @@ def _jitter(config: Config) -> float:
     return number(key, value_or(config, key, 0.01), 0.0, 1.0)
 
 
-def _latent(config: Config, query_rope: Rope | None) -> LatentSpec:
+def _latent(config: Config, family: Family, query_rope: Rope | None) -> LatentSpec:
     """Latent attention, whose queries grow in both parts if those with positions do."""
     size = int_value(config, "qk_nope_head_dim", high=MAX_COUNT)
     growth = None
     if query_rope is not None:
         growth = replace(query_rope, frequencies=np.zeros(size // 2, np.float32), factor=1.0)
-    # The norm of the latent has the default of its class, not the config's eps.
-    return LatentSpec(size, int_value(config, "v_head_dim", high=MAX_COUNT), growth=growth)
+    return LatentSpec(
+        size,
+        int_value(config, "v_head_dim", high=MAX_COUNT),
+        _rank_eps(config, family),
+        growth,
+        family.has_rotary_norm,
+    )
+
+
+def _rank_eps(config: Config, family: Family) -> float:
+    """The epsilon of the norms of latents and of low-rank queries in latent attention: mostly the
+    default of their classes."""
+    return _norm_eps(config, family) if family.has_rotary_norm else 1e-6
 
 
 def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
     if family.has_latent_attention and config.get("q_lora_rank") is not None:
-        return LowRankQuery(int_value(config, "q_lora_rank"))  # as for the norm of the latent
+        rank, eps = int_value(config, "q_lora_rank"), _rank_eps(config, family)
+        return LowRankQuery(rank, eps, family.has_raw_queries)
     if family.query_rank is not None:
         return LowRankQuery(int_value(config, family.query_rank), _norm_eps(config, family))
     return None
@@ -547,7 +561,7 @@ def _indexed(
     types = list_value(config, "indexer_types", str) or []
     kind = types[layer] if layer < len(types) else None
     has_weights = family.has_latent_attention
-    allowed = ("full", "shared" if has_weights else "none")
+    allowed = ("full", "shared", "none") if has_weights else ("full", "none")
     if kind not in allowed:
         raise refusal(f"indexer_types[{layer}]", kind, " or ".join(allowed))
     if kind == "none":
@@ -570,7 +584,7 @@ def _indexed(
     return indexer, shape
 
 
-def _latent_attention(config: Config) -> Attention:
+def _latent_attention(config: Config, layer_type: str) -> Attention:
     """Latent attention: its scale grows with the context that YaRN adds."""
     rotary = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
     rank = int_value(config, "kv_lora_rank", high=MAX_COUNT)
@@ -580,6 +594,7 @@ def _latent_attention(config: Config) -> Attention:
         num_kv_heads=1,
         head_dim=rank + rotary,
         scale=yarn_scale(_rope_parameters(config, FULL)) ** 2 * query_dim**-0.5,
+        window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
         latent_dim=rank,
     )
 
@@ -651,11 +666,13 @@ def _layers(
     query_ropes: dict[Rope, Rope | None] = {}
     temperature: Rope | None = None
     latent: LatentSpec | None = None
+    latents: dict[tuple[int, int], LatentSpec] = {}  # layers of equal sizes share the object
     sources = cache_layers(config, layer_types[:count])
     layers = []
     recurrent = None if family.recurrent is None else family.recurrent.spec(config)
-    num_stored = int_value(config, "num_stored_layers", count)
+    loop_size = int_value(config, "loop_size", int_value(config, "num_stored_layers", count))
     has_loop_norms = bool_value(config, "has_loop_norms")
+    norm_gate = 0 if family.norm_gate is None else int_value(config, family.norm_gate)
     indexer: IndexerSpec | None = None
     maker = _memory_layer(layer_types[:count])
     for layer in range(count):
@@ -692,8 +709,8 @@ def _layers(
             continue
         shared_key: SharedKeySpec | None = None
         if family.has_latent_attention:
-            dim = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
-            attention = _latent_attention(config)
+            dim = int_value(own, "qk_rope_head_dim", high=MAX_COUNT)
+            attention = _latent_attention(own, kind)
         elif family.has_shared_key:
             dim = head_dim(own)
             attention, shared_key, indexer = shared_key_spec(config, layer, rope_of(own, kind, dim))
@@ -707,8 +724,9 @@ def _layers(
         rope = rope_of(own, kind, dim)
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
-        if family.has_latent_attention and latent is None:
-            latent = _latent(config, query_ropes[rope])
+        if family.has_latent_attention:
+            found = _latent(own, family, query_ropes[rope])
+            latent = latents.setdefault((found.key_dim, found.value_dim), found)
         if temperature is None and not has_rope[layer]:
             temperature = _temperature(config, dim)
         has_qk_norm = bool_value(config, "use_qk_norm", True)
@@ -743,7 +761,7 @@ def _layers(
                 has_attention_norm=family.has_first_norm or layer > 0,
                 latent=latent,
                 indexer=indexer,
-                low_rank_query=_low_rank_query(config, family),
+                low_rank_query=_low_rank_query(own, family),
                 shared_key=shared_key,
                 cache_layer=sources[layer],
                 has_value=shared_key is None
@@ -753,10 +771,14 @@ def _layers(
                 gate_cutoff=cutoffs[layer],
                 qkv_limit=optional_number(config, "clip_qkv") if family.has_qkv_limit else None,
                 is_differential=family.is_differential,
+                has_distant_pairs=family.has_distant_pairs,
+                attention_norm_gate=norm_gate,
+                mlp_norm_gate=norm_gate if is_moe else 0,
+                has_output_norm=is_moe and family.moe is not None and family.moe.has_output_norm,
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
-                memory="side" if is_side else _attention_memory(family, layer),
-                ends_loop=has_loop_norms and (layer + 1) % num_stored == 0 and layer + 1 < count,
+                memory="side" if is_side else _attention_memory(config, family, layer),
+                ends_loop=has_loop_norms and (layer + 1) % loop_size == 0 and layer + 1 < count,
             )
         )
     return layers
@@ -781,8 +803,12 @@ def _sum_factors(
     return first, mixed, second, fed
 
 
-def _attention_memory(family: Family, layer: int) -> str | None:
+def _attention_memory(config: Config, family: Family, layer: int) -> str | None:
     """See `LayerSpec.memory`, for a layer with attention that is no side layer."""
+    if family.has_states:
+        run, place = divmod(layer, int_value(config, "loop_size"))
+        kind: str = config["state_kinds"][run]
+        return None if place else kind
     if family.has_shared_blocks:
         return "embeddings"
     return ("shortcut", "adds")[layer % 2] if family.has_shortcuts else None

@@ -71,13 +71,18 @@ def read_experts(
     sizes = shape[0] - num_identity, num_identity, latent, inner
     expert_reader = _ExpertReader(reader, family.moe, block, *sizes)
     routed = expert_reader.read_plain() if is_plain else expert_reader.read()
-    if family.moe.has_selection_bias and bool_value(config, "use_expert_bias", True):
-        routed.selection_bias = _selection_bias(reader, router, block, shape[0])
+    if family.moe.has_selection_bias is not False and bool_value(config, "use_expert_bias", True):
+        name = _selection_bias(reader, router, block)
+        if family.moe.has_selection_bias or reader.has(name):
+            # One row in ERNIE's checkpoints.
+            axes = (1,) if ".moe_statics." in name else ()
+            routed.selection_bias = reader.tensor(name, (*axes, shape[0])).ravel()
     if bool_value(config, "has_token_experts"):
         routed.token_experts = _token_experts(reader, config, router, shape[0])
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
+    experts.router_softcap = optional_number(config, "router_logit_softcapping")
     if reader.has(f"{block}.experts.bias"):
         sums = reader.vector(f"{block}.experts.bias", shape[1])
         experts.bias = plain_weight(sums[None])
@@ -113,16 +118,13 @@ def _token_experts(reader: TensorReader, config: Config, router: str, count: int
     return reader.numbers(f"{router}.tid2eid", shape, count)
 
 
-def _selection_bias(reader: TensorReader, router: str, block: str, count: int) -> np.ndarray:
-    for module in (router, block):
-        name = f"{module}.moe_statics.e_score_correction_bias"  # ERNIE
-        if reader.has(name):
-            return reader.tensor(name, (1, count)).ravel()
-    names = [f"{module}.expert_bias" for module in (block, router)]
+def _selection_bias(reader: TensorReader, router: str, block: str) -> str:
+    """The name of the tensor; the usual one if there is none."""
+    names = [f"{module}.moe_statics.e_score_correction_bias" for module in (router, block)]
+    names += [f"{module}.expert_bias" for module in (block, router)]
     names += [f"{module}.e_score_correction_bias" for module in (block, f"{block}.experts")]
     names += [f"{block}.router_bias", f"{block}.router.e_score_correction_bias"]
-    name = next(filter(reader.has, names), f"{router}.e_score_correction_bias")
-    return reader.vector(name, count)
+    return next(filter(reader.has, names), f"{router}.e_score_correction_bias")
 
 
 def read_expert_norms(reader: TensorReader, layer: str, hidden: int) -> ExpertNorms:

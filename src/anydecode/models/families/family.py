@@ -26,7 +26,8 @@ class MixtureOfExperts:
         scoring: See `Routing.scoring`; or several, of which the key `scoring_func` names one. The
             first is the default.
         has_selection_bias: See `ExpertWeights.selection_bias`; its tensor is `expert_bias` of the
-            block or of the router, or `e_score_correction_bias`.
+            block or of the router, or `e_score_correction_bias`. None: if there is such a tensor.
+        has_output_norm: See `LayerSpec.has_output_norm`.
         shared_module: The module of the MLP that every token runs through, if there is one; in the
             block of the experts, or beside it.
         shared_size: The config's key for its inner size; None for `n_shared_experts` times that of
@@ -52,7 +53,8 @@ class MixtureOfExperts:
     is_interleaved: bool = False
     is_transposed: bool | None = False
     scoring: str | tuple[str, ...] = "softmax"
-    has_selection_bias: bool = False
+    has_selection_bias: bool | None = False
+    has_output_norm: bool = False
     shared_module: str | None = None
     shared_size: str | None = None
     has_shared_gate: bool = False
@@ -200,11 +202,18 @@ class Family:
             `ModelSpec.head_activation`, which is the config's `classifier_activation`.
         has_segments: Whether token types have embeddings.
         num_unused_embeddings: The rows of the embedding after those of the vocabulary.
+        norm_gate: The config's key for the inner size of the gates of norms, see
+            `LayerSpec.attention_norm_gate`: those of the inputs of every attention and of experts;
+            None: there are none.
+        has_raw_queries: See `LowRankQuery.has_raw`.
         has_second_sum: See `LayerSpec.has_second_sum`.
         has_first_norm: Whether the input of the first layer's attention is normed.
         has_latent_attention: Whether attention is multi-head latent attention, see `LatentSpec`.
         has_scaled_ranks: Whether queries and latents of latent attention are multiplied by
-            sqrt(hidden size / their rank) (LongCat-Flash).
+            sqrt(hidden size / their rank) (LongCat-Flash). The key `apply_mla_qkv_lora_rescale` may
+            turn it off.
+        has_rotary_norm: See `LatentSpec.has_rotary_norm`. The norms of latents and of low-rank
+            queries have the epsilon of the config then.
         has_shortcuts: Whether the output of the experts of every second layer is added to that of
             the next layer, see `LayerSpec.memory`. The MLP beside them is that of the layer.
         value_size: The config's key for the numbers of one head's value, where these differ from
@@ -228,11 +237,15 @@ class Family:
         has_alibi: Whether attention has linear biases, see `Attention.slopes`, unless the key
             `alibi` is false. The key `alibi_bias_max` has the exponent of the smallest slope.
         has_streams: Whether hidden states have several streams, see `models/streams.py`.
+        has_states: Whether stacks of layers with a state each run in turn, on the sum of the states
+            (HRM-Text). The config's `state_kinds` has `LayerSpec.memory` of the first layer of each
+            run, which is of `loop_size` layers.
         has_shared_blocks: Whether attention and MLP of layers with both are one of a few blocks
             that layers share and that read the embeddings too, and other layers have no MLP, see
             `LayerSpec.memory` and `shared_blocks.py`.
         has_qkv_limit: Whether `clip_qkv` applies, see `LayerSpec.qkv_limit`.
         is_differential: See `LayerSpec.is_differential`. The config's heads are the usual ones.
+        has_distant_pairs: See `LayerSpec.has_distant_pairs`.
         has_distance_biases: Whether scores have learned biases by distance, see
             `LayerSpec.bias_reach`.
         has_relative_positions: See `LayerSpec.has_relative_positions`.
@@ -289,12 +302,15 @@ class Family:
     has_embedding_norm_weights: bool = True
     has_final_norm: bool = True
     has_head_transform: bool = False
+    norm_gate: str | None = None
+    has_raw_queries: bool = False
     has_second_sum: bool = False
     has_first_norm: bool = True
     has_segments: bool = False
     num_unused_embeddings: int = 0
     has_latent_attention: bool = False
     has_scaled_ranks: bool = False
+    has_rotary_norm: bool = False
     has_shortcuts: bool = False
     value_size: str | None = None
     has_indexer: bool = False
@@ -308,9 +324,11 @@ class Family:
     has_per_layer_table: bool = True
     has_alibi: bool = False
     has_streams: bool = False
+    has_states: bool = False
     has_shared_blocks: bool = False
     has_qkv_limit: bool = False
     is_differential: bool = False
+    has_distant_pairs: bool = False
     has_query_growth: bool = False
     has_distance_biases: bool = False
     has_relative_positions: bool = False

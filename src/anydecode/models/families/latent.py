@@ -41,7 +41,18 @@ def read_latent(
     keys, values = _heads(reader, name, shape, latent)
     norm = reader.vector(f"{name}.kv_a_layernorm.weight", shape.value_dim)
     weights.latent = LatentWeights(norm, keys, values)
-    if spec.low_rank_query is not None:
+    if latent.has_rotary_norm:
+        rotary = reader.vector(
+            f"{name}.k_rope_only_layernorm.weight", shape.head_dim - shape.value_dim
+        )
+        order = spec.key_order()
+        own = slice(shape.value_dim, None)
+        weights.latent.rotary_norm = (
+            rotary if order is None else rotary[order[own] - shape.value_dim]
+        )
+    if spec.low_rank_query is not None and spec.low_rank_query.has_raw:
+        _read_gated_query(reader, spec, latent, name, weights, (hidden, has_bias))
+    elif spec.low_rank_query is not None:
         modules = tuple(f"{name}.{part}" for part in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
         read_low_rank_query(reader, spec, modules, weights, hidden, has_bias)
     else:
@@ -53,11 +64,40 @@ def read_latent(
     size = hidden, heads * latent.value_dim
     output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
     weights.output = reader.linear(output, size, has_bias)
-    if spec.attention_gate is not None:
+    if spec.attention_gate is not None and spec.gates_heads:
         gate = reader.first(f"{name}.{part}_proj" for part in ("g", "gate"))
         weights.attention_gate = reader.linear(gate, (heads, hidden), False)
     if spec.indexer is not None:
         weights.indexer = _read_weighted_indexer(reader, spec, spec.indexer, name, hidden)
+
+
+def _read_gated_query(
+    reader: TensorReader,
+    spec: LayerSpec,
+    latent: LatentSpec,
+    name: str,
+    weights: LayerWeights,
+    first: tuple[int, bool],
+) -> None:
+    """Read low-rank queries of a matrix that has, head by head, the rows of the query and of the
+    gate; `first` is what the first matrix reads, and whether it has a bias."""
+    assert spec.attention is not None and spec.low_rank_query is not None
+    query, (hidden, has_bias) = spec.low_rank_query, first
+    weights.query_down = reader.linear(f"{name}.q_a_proj", (query.rank, hidden), has_bias)
+    weights.query_down_norm = reader.vector(f"{name}.q_a_layernorm.weight", query.rank)
+    heads, dim = spec.attention.num_heads, spec.query_dim
+    size = dim + latent.value_dim
+    rows = np.arange(heads * size).reshape(heads, size)
+    queries, order = rows[:, :dim].ravel(), spec.query_order()
+    parts = {
+        "query": queries if order is None else queries[order],
+        "gate": rows[:, dim:].ravel(),
+    }
+    full, shape = f"{name}.q_gate_proj", (heads * size, query.width)
+    weights.query, weights.attention_gate = (
+        reader.linear(full, shape, False, rows=part, alias=f"{full}.{alias}")
+        for alias, part in parts.items()
+    )
 
 
 def _read_weighted_indexer(

@@ -127,7 +127,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
     },
-    "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
+    **dict.fromkeys(
+        ("cohere2", "cohere_compass_text"), _sizes(256000, 8192, 22528, 40, 64, 64, 8192)
+    ),
     "exaone4": _sizes(102400, 4096, 16384, 32, 32, 32, 2048, sliding_window=4096),
     "lfm2": _sizes(65536, 2560, 12288, 32, 32, 8, 128000),
     "lfm3": _sizes(128000, 2048, 7680, 24, 16, 4, 128000),

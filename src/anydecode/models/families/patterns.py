@@ -430,6 +430,7 @@ def looped_layers(config: Config, loops: int, has_norms: bool) -> dict[str, Any]
     return {
         "layer_types": types and types * loops,
         "num_stored_layers": stored,
+        "layer_sources": list(range(stored)) * loops,
         "num_hidden_layers": loops * stored,
         "has_loop_norms": has_norms,
     }

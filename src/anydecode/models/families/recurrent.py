@@ -25,7 +25,7 @@ from anydecode.models.limits import MAX_COUNT, MAX_FACTOR, number, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
-from anydecode.models.time_mix import TimeMixWeights
+from anydecode.models.time_mix import TimeMix
 
 #: The layer types of configs that stand for a recurrent sublayer.
 RECURRENT_TYPES = ("conv", "mamba", "linear_attention")
@@ -44,9 +44,7 @@ class RecurrentLayout:
     """
 
     spec: Callable[[Config], RecurrentSpec]
-    read: Callable[
-        [TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMixWeights
-    ]
+    read: Callable[[TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMix]
 
 
 def depthwise(

@@ -17,7 +17,7 @@ import numpy as np
 from anydecode.catalogue import Card, register
 from anydecode.kernels import portable
 from anydecode.kernels.interface import Attention
-from anydecode.models.differential import DifferentialWeights
+from anydecode.models.differential import NORM_EPS, DifferentialWeights
 from anydecode.models.families.family import Family
 from anydecode.models.families.patterns import FULL, MEMORY_UNIT, SLIDING, no_rope
 from anydecode.models.families.recurrent import RecurrentLayout, read_selective, selective_shape
@@ -70,10 +70,11 @@ def read_memory_unit(reader: TensorReader, layer: str, shape: tuple[int, int]) -
 
 
 def read_differential(
-    reader: TensorReader, layer: str, index: int, shape: Attention
+    reader: TensorReader, name: str, index: int, shape: Attention, plain_eps: float | None
 ) -> DifferentialWeights:
-    """The factor and the norm of the differential attention of layer `index`."""
-    name, dim = f"{layer}.attn.inner_cross_attn", shape.head_dim // 2
+    """The factor and the norm of the differential attention of layer `index`; `plain_eps` is the
+    epsilon of a norm without weights (DiffLlama)."""
+    dim = shape.head_dim // 2
     first, second = (
         float(
             portable.exp(
@@ -86,8 +87,11 @@ def read_differential(
         for head in (1, 2)
     )
     start = 0.8 - 0.6 * float(portable.exp(-0.3 * index))
-    norm = reader.vector(f"{name}.subln.weight", shape.head_dim)
-    return DifferentialWeights(first - second + start, norm * np.float32(1 - start))
+    if plain_eps is None:
+        norm, eps = reader.vector(f"{name}.subln.weight", shape.head_dim), NORM_EPS
+    else:
+        norm, eps = np.ones(shape.head_dim, np.float32), plain_eps
+    return DifferentialWeights(first - second + start, norm * np.float32(1 - start), eps)
 
 
 PHI4FLASH = Family(
@@ -105,6 +109,7 @@ PHI4FLASH = Family(
         "self_attn.qkv_proj": "attn.Wqkv",
         "self_attn.q_proj": "attn.Wqkv",
         "self_attn.o_proj": "attn.out_proj",
+        "self_attn.difference": "attn.inner_cross_attn",
         "mlp.gate_up_proj": "mlp.fc1",
         "mlp.down_proj": "mlp.fc2",
     },

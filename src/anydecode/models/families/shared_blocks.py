@@ -1,8 +1,8 @@
-"""Blocks of attention and an MLP that several layers share (Glorioso et al., "The Zamba2 Suite:
-Technical Report", arXiv:2411.15242).
+"""Blocks of attention and an MLP that several layers share (Glorioso et al., "Zamba: A Compact 7B
+SSM Hybrid Model", arXiv:2405.16712, and "The Zamba2 Suite: Technical Report", arXiv:2411.15242).
 
 The block is one of `num_mem_blocks` in turn. A checkpoint has each of them in one or all of its
-layers, mostly in the first, with low-rank updates of its matrices for each of the layers.
+layers, mostly in the first; Zamba2 has low-rank updates of its matrices for each of the layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def read_shared_block(
     types = list_value(config, "layer_types", str) or []
     hybrids = [i for i, kind in enumerate(types) if kind == HYBRID]
     place, count = hybrids.index(index), int_value(config, "num_mem_blocks", 1, high=MAX_COUNT)
-    names = [f"layers.{i}.shared_transformer" for i in (index, *hybrids[place % count :: count])]
+    module = "shared_transformer" if "num_mem_blocks" in config else "shared_transf"
+    names = [f"layers.{i}.{module}" for i in (index, *hybrids[place % count :: count])]
     name = next((n for n in names if reader.has(f"{n}.input_layernorm.weight")), names[1])
     _BlockReader(reader, config, name, place).read(layer, spec)
 
@@ -61,6 +62,15 @@ class _BlockReader:
 
     def _mlp(self) -> GatedMlp:
         inner, name = int_value(self._config, "intermediate_size"), f"{self._name}.feed_forward"
+        if self._reader.has(f"{name}.gate_proj.weight"):  # without updates
+            gate, up, down = (
+                self._reader.shared(f"{name}.{part}_proj", size, False)
+                for part, size in (
+                    *((part, (inner, self._hidden)) for part in ("gate", "up")),
+                    ("down", (self._hidden, inner)),
+                )
+            )
+            return GatedMlp(gate, up, down)
         bias, shape = bool_value(self._config, "mlp_bias"), (2 * inner, self._hidden)
         gate, up = (
             self._reader.shared(

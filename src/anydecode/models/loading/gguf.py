@@ -214,7 +214,7 @@ def _vector(
     """A tensor of a layer under its whole name, in the shape of Hugging Face's layout; one that
     does not fit it keeps its own."""
     reader: Reader = partial(_read, file, info, prefix + name)
-    shapes = time_mix_vectors(config) if config["model_type"] == "rwkv7" else {}
+    shapes = time_mix_vectors(config) if config["model_type"] in ("rwkv6", "rwkv7") else {}
     is_flat = name in FLAT and config["model_type"] != "jamba"  # whose decay is a matrix
     shape = (math.prod(info.shape),) if is_flat else shapes.get(name, info.shape)
     if math.prod(shape) != math.prod(info.shape):

@@ -17,6 +17,7 @@ from anydecode.models.loading.gguf_dense import (
     gpt2,
     gpt_neox,
     granite,
+    hrm_text,
     hunyuan_vl,
     hybrid,
     jais,
@@ -70,6 +71,7 @@ from anydecode.models.loading.gguf_experts import (
     experts_beside_shared,
     glm4_moe,
     gpt_oss,
+    grok,
     hunyuan_moe,
     hy_v3,
     kimi_linear,
@@ -85,6 +87,7 @@ from anydecode.models.loading.gguf_experts import (
     mistral4,
     olmoe,
     phimoe,
+    plm,
     qwen2_moe,
     qwen3_moe,
     smallthinker,
@@ -113,6 +116,7 @@ from anydecode.models.loading.gguf_recurrent import (
     mamba_2,
     nemotron_h,
     plamo2,
+    rwkv6,
     rwkv7,
 )
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
@@ -175,6 +179,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "mpt": mpt,
         "muse-glimmer": muse_glimmer,
         "nanbeige": nanbeige,
+        "hrm_text": hrm_text,
+        "grok": grok,
+        "plm": plm,
         "smallthinker": smallthinker,
         "jais": jais,
         "spark2_5": spark,
@@ -228,6 +235,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "dream": dream,
         "rnd1": rnd1,
         "diffusion-gemma": diffusion_gemma,
+        "rwkv6": rwkv6,
         "rwkv7": rwkv7,
         "jamba": jamba,
         "plamo2": plamo2,
@@ -257,7 +265,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
     # Mamba has no attention and no MLP, RWKV no attention.
-    low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv7") else 1
+    low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv6", "rwkv7") else 1
     is_deci, hidden = keys.architecture == "deci", keys.count("embedding_length")
     has_headless = is_deci or keys.architecture == "plamo2"
     if keys.architecture in _VARIED_HEADS:

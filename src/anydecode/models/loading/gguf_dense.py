@@ -146,6 +146,23 @@ def muse_glimmer(keys: Keys, config: dict[str, Any]) -> None:
         raise refusal(f"{keys.file.path}: {name}", factor, "1")
 
 
+def hrm_text(keys: Keys, config: dict[str, Any]) -> None:
+    """HRM-Text: the file counts the layers as often as they run."""
+    size = keys.count("hrm.layers_per_stack", high=MAX_LAYERS)
+    cycles = [keys.count(f"hrm.{kind}_cycles", high=MAX_LAYERS) for kind in "hl"]
+    count = size * cycles[0] * (cycles[1] + 1)
+    if config["num_hidden_layers"] != count:
+        raise refusal(keys.name("block_count"), config["num_hidden_layers"], f"{count}")
+    config |= {
+        "num_hidden_layers": 2 * size,  # those that are stored
+        "num_layers_per_stack": size,
+        "H_cycles": cycles[0],
+        "L_cycles": cycles[1],
+        "embedding_scale": keys.number("embedding_scale", 0.0) or 1.0,
+        "has_numbered_layers": True,
+    }
+
+
 def jais(keys: Keys, config: dict[str, Any]) -> None:
     """Jais: the factors of embeddings and logits are in their matrices."""
     config["alibi_bias_max"] = keys.number("attention.max_alibi_bias", 8.0)

@@ -511,6 +511,30 @@ def mistral4(keys: Keys, config: dict[str, Any]) -> None:
         config["rope_scaling"] = scaling
 
 
+def grok(keys: Keys, config: dict[str, Any]) -> None:
+    """Grok 1 and 2. Old files lack the factors, which are those of Grok 1."""
+    experts(keys, config)
+    inner, has_mlp = config["intermediate_size"], "blk.0.ffn_up.weight" in keys.file.tensors
+    config |= {
+        "moe_intermediate_size": keys.count("expert_feed_forward_length", inner),
+        "residual_moe": has_mlp,
+        "mlp_beside_experts_size": inner if has_mlp else 0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "embedding_multiplier_scale": keys.number("embedding_scale", 78.38367176906169),
+        "output_multiplier_scale": keys.number("logit_scale", 0.5773502691896257),
+        "attn_output_multiplier": keys.number("attention.output_scale", 0.08838834764831845),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 30.0),
+        "router_logit_softcapping": keys.number("router_logit_softcapping", 30.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def plm(keys: Keys, config: dict[str, Any]) -> None:
+    """PLM."""
+    _latent(keys, config)
+    config["hidden_act"] = "relu2"
+
+
 def minicpm3(keys: Keys, config: dict[str, Any]) -> None:
     """MiniCPM3. The file stores neither the size of a value nor the factors, which are those of the
     published model."""

@@ -16,7 +16,7 @@ OUTER = {
 OWN_OUTER = {
     **dict.fromkeys(
         (
-            *("bloom", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "modern-bert"),
+            *("bloom", "rwkv6", "rwkv7", "bert", "nomic-bert", "nomic-bert-moe", "modern-bert"),
             *("jina-bert-v2", "jina-bert-v3"),
         ),
         {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
@@ -31,7 +31,8 @@ OWN_OUTER = {
 }
 #: Tensors outside the layers whose Hugging Face names have no suffix.
 OUTER_VECTORS = {
-    f"output_hc_{kind}.weight": f"model.hc_head.hc_{kind}" for kind in ("fn", "base", "scale")
+    "hrm.z_l_init": "model.z_L_init",
+    **{f"output_hc_{kind}.weight": f"model.hc_head.hc_{kind}" for kind in ("fn", "base", "scale")},
 }
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -238,6 +239,17 @@ OVERRIDES = {
     "qwen35moe": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "lfm2": _SHORT_CONV,
     "lfm2moe": {**_SHORT_CONV, "ffn_gate_inp": "mlp.gate"},
+    "rwkv6": {
+        "attn_norm_2": "post_attention_layernorm",
+        **{
+            f"time_mix_{part}": f"attention.{part}"
+            for part in ("receptance", "key", "value", "gate", "output")
+        },
+        "time_mix_ln": "attention.ln_x",
+        "channel_mix_key": "mlp.up_proj",
+        "channel_mix_value": "mlp.down_proj",
+        "channel_mix_receptance": "mlp.receptance",
+    },
     "rwkv7": {
         "attn_norm_2": "post_attention_layernorm",
         "time_mix_receptance": "attn.r_proj",
@@ -284,6 +296,7 @@ OVERRIDES = {
     "bailingmoe2": {**_shared("shared_experts"), "attn_qkv": "self_attn.qkv_proj"},
     "afmoe": {**_SANDWICH, "attn_gate": "self_attn.gate_proj", **_shared("shared_experts")},
     "muse-glimmer": {**_SANDWICH, "attn_gate": "self_attn.gate_proj"},
+    "hrm_text": {"attn_gate": "self_attn.gate_proj"},
     "minimax-01": {
         "attn_qkv": "self_attn.qkv_proj",
         "attn_gate": "self_attn.output_gate",
@@ -315,6 +328,13 @@ OVERRIDES = {
         **_shared("shared_experts"),
     },
     "minicpm3": _LATENT,
+    "plm": _LATENT,
+    "grok": {
+        "attn_output_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        **dict.fromkeys(("layer_output_norm", "post_ffw_norm"), "post_feedforward_layernorm"),
+        "ffn_gate_inp": "block_sparse_moe.gate",
+    },
     "hy_v3": _shared("shared_experts"),
     **dict.fromkeys(("mellum", "mimo2", "smallthinker", "maple"), {"ffn_gate_inp": "mlp.gate"}),
     "kimi-linear": {
@@ -343,7 +363,7 @@ EXPERTS = {
         {part: _MLP_EXPERTS[part] for part in ("ffn_up", "ffn_down")},
     ),
     **dict.fromkeys(
-        ("llama", "phimoe"),
+        ("llama", "phimoe", "grok"),
         {
             "ffn_gate": "block_sparse_moe.experts.{}.w1",
             "ffn_up": "block_sparse_moe.experts.{}.w3",
@@ -405,6 +425,15 @@ OWN_VECTORS = {
             **{name: f"{module}.weight" for name, module in _POST_NORMS.items()},
         },
     ),
+    "rwkv6": {
+        "time_mix_lerp_fused.weight": "attention.time_maa",
+        **{f"time_mix_lerp_{x}.weight": f"attention.time_maa_{x}" for x in "xwkvrg"},
+        **{f"time_mix_w{i}.weight": f"attention.time_maa_w{i}" for i in (1, 2)},
+        **{f"time_mix_decay_w{i}.weight": f"attention.time_decay_w{i}" for i in (1, 2)},
+        "time_mix_decay.weight": "attention.time_decay",
+        "time_mix_first.weight": "attention.time_faaaa",
+        **{f"channel_mix_lerp_{x}.weight": f"feed_forward.time_maa_{x}" for x in "kr"},
+    },
     "rwkv7": {
         "time_mix_lerp_fused.weight": "attn.x_x",
         "time_mix_k_k.weight": "attn.k_k",
@@ -431,6 +460,7 @@ OWN_VECTORS = {
         },
     },
     "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    "hrm_text": {"z_l_init": "z_L_init"},
 }
 #: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
 FLAT = (

@@ -10,7 +10,7 @@ from anydecode.models.loading.gguf_dense import granite
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import partial_rotary, windows
 
-#: RWKV-7: the epsilon of the norms of heads, which files do not store.
+#: RWKV: the epsilon of the norms of heads, which files do not store.
 _RWKV_NORM_EPS = 64e-5
 
 
@@ -30,6 +30,16 @@ def lfm2_moe(keys: Keys, config: dict[str, Any]) -> None:
     _experts(keys, config)
     config["first_k_dense_replace"] = keys.count("leading_dense_block_count", 0, low=0)
     config["use_expert_bias"] = _has(keys, "exp_probs_b.bias")
+
+
+def rwkv6(keys: Keys, config: dict[str, Any]) -> None:
+    """RWKV-6."""
+    config["head_dim"] = keys.count("wkv.head_size")
+    config["hidden_act"] = "sqrelu"
+    config["group_norm_eps"] = _RWKV_NORM_EPS
+    config["halved_every"] = keys.count("rescale_every_n_layers", 0, low=0)
+    config["mix_rank"] = keys.count("time_mix_extra_dim")
+    config["decay_rank"] = keys.count("time_decay_extra_dim")
 
 
 def rwkv7(keys: Keys, config: dict[str, Any]) -> None:

@@ -21,7 +21,9 @@ def has_recurrence(config: Config, kind: str) -> bool:
 
 def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
     """The tensors of a layer's recurrent sublayer."""
-    if "decay_low_rank_dim" in config:
+    if config["model_type"] == "rwkv6":
+        yield from _dynamic_mix(config)
+    elif "decay_low_rank_dim" in config:
         yield from _time_mix(config, layer)
     elif "conv_L_cache" in config:
         yield from _short_conv(config)
@@ -51,11 +53,33 @@ def _lightning(config: Config) -> Iterator[Expected]:
 
 
 def time_mix_vectors(config: Config) -> dict[str, tuple[int, ...]]:
-    """The shapes of the vectors of RWKV-7, but for those of its norms."""
+    """The shapes of the vectors of RWKV, but for those of its norms."""
     hidden, dim = config["hidden_size"], config["head_dim"]
+    if config["model_type"] == "rwkv6":
+        parts = [f"attention.time_{part}" for part in ("decay", *(f"maa_{x}" for x in "xwkvrg"))]
+        parts += [f"feed_forward.time_maa_{part}" for part in "kr"]
+        own: dict[str, tuple[int, ...]] = {name: (hidden,) for name in parts}
+        own["attention.time_maa"] = 5, hidden
+        return {**own, "attention.time_faaaa": (hidden // dim, dim)}
     names = ("attn.k_k", "attn.k_a", "ffn.x_k", *(f"attn.{x}_lora.lora.2.bias" for x in "wav"))
     vectors: dict[str, tuple[int, ...]] = {name: (hidden,) for name in names}
     return {**vectors, "attn.x_x": (6, hidden), "attn.r_k": (hidden // dim, dim)}
+
+
+def _dynamic_mix(config: Config) -> Iterator[Expected]:
+    hidden, rank, decay_rank = (config[x] for x in ("hidden_size", "mix_rank", "decay_rank"))
+    for part in ("receptance", "key", "value", "gate", "output"):
+        yield f"attention.{part}.weight", (hidden, hidden), True
+    yield "feed_forward.receptance.weight", (hidden, hidden), True
+    yield "attention.time_maa_w1", (5 * rank, hidden), True
+    yield "attention.time_maa_w2", (5, hidden, rank), True
+    yield "attention.time_decay_w1", (decay_rank, hidden), True
+    yield "attention.time_decay_w2", (hidden, decay_rank), True
+    for leaf in ("weight", "bias"):
+        yield f"attention.ln_x.{leaf}", (hidden,), True
+    for name, shape in time_mix_vectors(config).items():
+        is_mix = name.startswith("attention.time_maa") and not name.endswith("_x")
+        yield name, shape, not is_mix  # in one tensor or five
 
 
 def _time_mix(config: Config, layer: int) -> Iterator[Expected]:

@@ -47,6 +47,8 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias") if family.has_norm_bias else ("weight",):
             yield f"model.{name}.{leaf}", (hidden,), True
+    if family.has_states:
+        yield "model.z_L_init", (hidden,), True
     if family.has_segments:
         yield "model.embed_segments.weight", (config["type_vocab_size"], hidden), False
     if family.has_hyper_connections:
@@ -333,6 +335,7 @@ def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shap
         shape = (size, inner) if part == "ffn_down" else (inner, size)
         shapes |= {module.format(index): shape for index in range(experts)}
     shared, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
+    name = "mlp" if moe.shared_module == "mlp" else name
     fused = f"{name}.gate_up_proj"
     if shared and OVERRIDES[architecture].get("ffn_up_shexp") == fused:
         shapes |= {fused: (2 * shared, hidden), f"{name}.down_proj": (hidden, shared)}

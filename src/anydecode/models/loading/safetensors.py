@@ -25,9 +25,11 @@ from anydecode.models.loading import (
     dit,
     encoder,
     gpt,
+    hrm_text,
     llada,
     molmo2,
     plamo,
+    rwkv6,
     sdar,
 )
 from anydecode.models.loading.lazy import LazyTensors, Reader
@@ -100,6 +102,10 @@ def load_folder(path: Path) -> Checkpoint:
         readers = molmo2.to_hf_layout(config, readers)
     if plamo.is_plamo(config):
         readers = plamo.to_hf_layout(readers)
+    if rwkv6.is_rwkv6(config):
+        readers = rwkv6.to_hf_layout(readers)
+    if hrm_text.is_hrm_text(config):
+        readers = hrm_text.to_hf_layout(readers)
     if bd3lm.is_bd3lm(config):
         config, readers = bd3lm.to_hf_layout(config, readers)
     if dit.is_dit(config):
