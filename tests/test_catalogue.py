@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from anydecode import catalogue
+from anydecode.api.methods import build_as, build_decoder
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
+from anydecode.engine.schedule import Schedule
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.preset import SamplerPreset
 
@@ -125,3 +127,10 @@ def test_an_undeclared_kind_is_refused() -> None:
             catalogue.check_remote("x-test")
     finally:
         del catalogue.entries()["x-test"]
+
+
+def test_an_unknown_method_of_a_small_kind_names_those_that_exist() -> None:
+    with pytest.raises(InvalidRequestError, match="^'nope' is not a schedule; choose from fair, "):
+        build_as("nope", Schedule)  # type: ignore[type-abstract]
+    with pytest.raises(InvalidRequestError, match="^no decoding method is called 'nope'"):
+        build_decoder("nope")

@@ -447,6 +447,11 @@ def check_kind(key: str, expected: str, *kinds: type) -> None:
         raise InvalidRequestError(_other_kind(key, expected))
 
 
+def _keys_of(*kinds: type) -> list[str]:
+    """The keys of all methods of one of `kinds`."""
+    return [card.key for card in cards() if issubclass(kind_of(card.key) or object, kinds)]
+
+
 def _other_kind(key: str, expected: str) -> str:
     use = find(key).card.use
     return f"{key!r} is not {expected}" + (f"; it is selected by {use}" if use else "")
@@ -464,6 +469,12 @@ def build_as(choice: str, expected: str, *kinds: type) -> Any:
         InvalidRequestError: If the method is not of one of `kinds`, or as in `build`.
     """
     key, given = parse(choice)
+    if lookup(key) is None:
+        known = _keys_of(*kinds)
+        if len(known) <= _MAX_NAMED:
+            raise InvalidRequestError(
+                f"{quoted(key)} is not {expected}; choose from {', '.join(known)}"
+            )
     check_kind(key, expected, *kinds)
     built = build(key, **given)
     if not isinstance(built, kinds):
@@ -563,6 +574,9 @@ def file_versions(choice: str) -> tuple[tuple[int, int, int], ...]:
 
 
 _OPERATOR_ONLY = "only the server's own options may use that, not requests"
+
+#: Maximum number of methods of a kind that an error names.
+_MAX_NAMED = 24
 
 _WORDS = {
     bool: "true or false",

@@ -471,11 +471,22 @@ def test_closed_pipe_prints_no_error() -> None:
 
 @pytest.mark.parametrize("name", bench.BENCHES)
 def test_every_benchmark_can_be_run(name: str) -> None:
-    if name == "gpu":
-        pytest.importorskip("torch")
     with pytest.raises(SystemExit) as caught:
         main.run(["bench", name, "--help"])
     assert caught.value.code == 0
+
+
+def test_help_needs_no_package_that_may_be_missing() -> None:
+    names = (
+        "torch triton transformers gguf llama_cpp openvino_genai matplotlib lm_eval jedi ray PIL"
+    )
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({names.split()});"
+        "from anydecode.cli import bench, main;"
+        "[bench.bench_command(name) for name in bench.BENCHES]; main._command()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -519,3 +530,21 @@ def test_generate_on_the_default_model(default_model_path: Path) -> None:
     found = json.loads(done.stdout)
     assert len(found["tokens"]) == 8 and found["finish_reason"] == "length"
     assert found["tokens_per_second"] > 0 and 0 < found["passes"] <= 9
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are text there")
+def test_texts_are_utf_8_whatever_the_locale() -> None:
+    command = [sys.executable, "-m", "anydecode", "generate", "-m", "tiny-autoregressive", "--json"]
+    command += ["--max-tokens", "4", "--prompt"]
+    settings = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    texts = [
+        json.loads(subprocess.check_output([*command, "caf\u00e9".encode()], env=env))["text"]
+        for env in (settings, {**os.environ, "PYTHONUTF8": "1"})
+    ]
+    assert texts[0] == texts[1]
+    given = subprocess.run([*command, "-"], input="caf\u00e9".encode(), env=settings, stdout=-1)
+    assert json.loads(given.stdout)["text"] == texts[0]
+    for arguments, stdin in (([b"caf\xe9"], b""), (["-"], b"caf\xe9")):
+        done = subprocess.run([*command, *arguments], input=stdin, capture_output=True)
+        assert done.returncode == 2
+        assert done.stderr == b"anydecode: the prompt is not UTF-8 text\n"

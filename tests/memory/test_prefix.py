@@ -192,3 +192,15 @@ def test_evictions_are_those_of_a_search_for_the_oldest_leaf(seed: int) -> None:
             evict()
             prefixes.evict(1)
         assert prefixes.num_slots == BLOCK * len(uses)
+
+
+def test_positions_that_are_left_out_do_not_count_as_slots(prefixes: PrefixCache) -> None:
+    kv_cache = SequenceCache(prefixes.pool)
+    kv_cache.skip([1])
+    kv_cache.append(BLOCK - 1)
+    kv_cache.tokens += [1] * (BLOCK - 1)
+    prefixes.insert(kv_cache)
+    kv_cache.release()
+    assert prefixes.num_slots == prefixes.pool.num_used == BLOCK - 1
+    prefixes.clear()
+    assert prefixes.num_slots == prefixes.pool.num_used == 0

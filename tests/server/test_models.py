@@ -313,6 +313,8 @@ def test_models_that_cannot_be_served_together_are_refused() -> None:
         with pytest.raises(InvalidRequestError, match="b needs about 3 MiB, more than the memory"):
             others = [ServedModel("b", unused, 3 << 20)]
             ServedModels(llm, Settings(name="a"), others, memory_budget=2 << 20)
+        with pytest.raises(InvalidRequestError, match="256 KiB.* budget of 1 KiB; "):
+            ServedModels(llm, Settings(name="a"), others, memory_budget=1 << 10)
 
 
 def test_a_model_without_a_loader_stays(monkeypatch: pytest.MonkeyPatch) -> None:

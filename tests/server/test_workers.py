@@ -110,6 +110,18 @@ async def test_one_client_does_not_keep_another_waiting(pool: WorkerPool, tmp_pa
     assert await asyncio.gather(*greedy) == [path] * 8
 
 
+async def test_requests_of_one_client_go_on_beside_a_long_one(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "go")
+    long = asyncio.ensure_future(run(pool, worker_jobs.wait_for, path))
+    await asyncio.sleep(0)
+    assert (await run(pool, worker_jobs.add, 2))[0] == 42
+    assert not long.done()
+    Path(path).touch()
+    assert await long == path
+
+
 async def test_a_cancelled_job_does_not_answer_the_next(pool: WorkerPool, tmp_path: Path) -> None:
     job = asyncio.ensure_future(run(pool, worker_jobs.wait_for, str(tmp_path / "never")))
     await asyncio.sleep(0.2)

@@ -91,7 +91,8 @@ class LLM:
 
     Args:
         model: A name ("smollm2-135m-instruct"), a Hugging Face repo id, a folder, a `.gguf` path,
-            an object with the `Model` protocol, or a `transformers` causal model.
+            an object with the `Model` protocol, or a `transformers` causal model. Several `LLM`s
+            may have the same object: its passes take turns.
         tokenizer: Replaces the tokenizer that comes with the model.
         dtype: Format of the weights: "float32", "bfloat16", "int8", "int4" or None (as stored); for
             diffusion models also "dlm-ptq" with its parameters.

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import gguf
 import numpy as np
 import typer
 
 from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
+
+if TYPE_CHECKING:
+    import gguf
 
 _STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
 #: What attention adds in files with early exits: were it as much as the MLPs, the mean of the text
@@ -138,6 +140,8 @@ def random_blocks(
 ) -> np.ndarray:
     """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD` times `factor`,
     which only formats of `_SCALES` have."""
+    import gguf
+
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
     data = generator.integers(0, 256, (rows, columns // values, size), np.uint8)
     if format == "TQ2_0":  # the code 3 is not used: it becomes 1
@@ -173,6 +177,8 @@ def write(
     path: Path, shape: Shape, format: str, exits: EarlyExits | None = None, seed: int = 0
 ) -> int:
     """Write the file; return the bytes of its weights."""
+    import gguf
+
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
     writer.add_block_count(shape.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -119,7 +120,7 @@ def converse(llm: LLM, messages: Messages, settings: dict[str, Any]) -> None:
 def read_line() -> str | None:
     """The next line of input; None at the end."""
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return options.utf8(partial(input, "> " if sys.stdin.isatty() else ""), "message")
     except EOFError:
         return None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -217,10 +220,29 @@ def note_unused_draft(llm: LLM, decoder: str | None, draft: str | list[str] | No
         note(f"decoder {choice!r} uses no draft model: --draft changes nothing")
 
 
+def utf8(read: Callable[[], str], what: str) -> str:
+    """The text that `read` returns, of an argument or an input. Where the locale has another
+    encoding, such as that of LC_ALL=C, Python has escaped its bytes.
+
+    Raises:
+        InvalidRequestError: It is not UTF-8.
+    """
+    try:
+        text = read()
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            text = os.fsencode(text).decode()
+    except UnicodeError:
+        raise InvalidRequestError(f"the {what} is not UTF-8 text") from None
+    return text
+
+
 def read_text(value: str | None, what: str) -> str:
-    """Return `value`, or standard input for `-`. Raises `InvalidRequestError` if it is empty."""
+    """Return `value`, or standard input for `-`. Raises `InvalidRequestError` if it is empty, or no
+    UTF-8."""
     if value == "-":
-        value = sys.stdin.read()
+        value = utf8(sys.stdin.read, what)
+    elif value:
+        value = utf8(partial(str, value), what)
     if not value:
         raise InvalidRequestError(
             f"no {what}: give one with --{what}, or --{what} - for standard input"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,6 +49,13 @@ class Vocabulary:
         while index < len(self._sorted) and self._sorted[index].startswith(prefix):
             yield self._order[index]
             index += 1
+
+    @cached_property
+    def bytes_within(self) -> frozenset[int]:
+        """The bytes of which tokens are made, although none is a token of its own."""
+        used = np.unique(self._bytes).tolist()
+        single = {text[0] for text in self._sorted if len(text) == 1}
+        return frozenset(used) - single
 
     def has_longer(self, prefix: bytes) -> bool:
         """Whether a token longer than `prefix` starts with it."""

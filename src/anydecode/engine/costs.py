@@ -27,6 +27,7 @@ from anydecode.scoring.cost import (
     ThreadCosts,
     default_table,
 )
+from anydecode.scoring.sequence_data import TARGET
 
 if TYPE_CHECKING:
     from anydecode.engine.engine import Engine
@@ -179,7 +180,8 @@ class EngineCostModel(CostModel):
     def _measured(self) -> CostTable | None:
         """The measured table; None while it cannot be measured."""
         if self._table is None and self._engine.is_between_passes:
-            self._table = load(self._model)
+            with self._engine.runners[TARGET].turns.lock:
+                self._table = load(self._model)
         return self._table
 
     def version(self) -> int:

@@ -296,6 +296,8 @@ class Engine:
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
+        for runner in self._streams:
+            runner.turns.users.discard(runner)
 
     def check_integrity(self) -> None:
         """Check the reference counts of all caches and the partial outputs of all model runners.

@@ -17,6 +17,7 @@ from anydecode.engine.optional_rows import without_useless_rows
 from anydecode.engine.plan import Plan
 from anydecode.engine.schedule import Schedule, ScheduledSpan, ThreadCost
 from anydecode.engine.schedules.pacing import mean_length
+from anydecode.engine.shared_models import turns_of
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
 from anydecode.kernels.interface import (
@@ -88,6 +89,7 @@ class ModelRunner:
         cost_model: The costs by which optional rows and the drafts of multi-step passes are
             chosen; None: all optional rows run.
         thread_cost: The cost of a pass by its number of threads, or None.
+        turns: The turns of those that run the model object.
     """
 
     prefixes: PrefixCache
@@ -102,6 +104,7 @@ class ModelRunner:
         self.prompts: ModelRunner | None = None
         self.prefixes = PrefixCache(pool) if main is None else main.prefixes
         self.schedule = schedule
+        self.turns = turns_of(pool.model, self)
         self.waiting: list[ScoreRequest] = []
         self.failed: list[tuple[ScoreRequest, Exception]] = []
         self.num_passes = 0
@@ -123,7 +126,8 @@ class ModelRunner:
             # The pool's own model remains for the decoders, which use it while passes run.
             self.model.executor.threads_in_use = 1  # type: ignore[attr-defined]
             self.prompts = ModelRunner(self.name, self.pool, copy(self.schedule), self)
-            self.model, self.prompts.model = model, prompts_model
+            for runner, own in ((self, model), (self.prompts, prompts_model)):
+                runner.model, runner.turns = own, turns_of(own, runner)
 
     @property
     def streams(self) -> list[ModelRunner]:
@@ -321,6 +325,11 @@ class ModelRunner:
 
     def run(self, plan: Plan) -> Output | None:
         """Run the pass; None if all its rows have left it. May be called on another thread."""
+        with self.turns.lock:
+            output = self._run(plan)
+            return None if output is None else self.turns.kept(output, plan.output_spec)
+
+    def _run(self, plan: Plan) -> Output | None:
         start = perf_counter()
         try:
             size = self._range_size(plan)

@@ -24,6 +24,13 @@ def to_host(array: Array) -> np.ndarray:
     return as_numpy(array)
 
 
+def copied(array: Array) -> Array:
+    """A copy of the array, on the same device."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    return array.clone()
+
+
 def store(array: Array, index: np.ndarray, values: np.ndarray) -> None:
     """`array[index] = values`, with values of the array's dtype."""
     if isinstance(array, np.ndarray):

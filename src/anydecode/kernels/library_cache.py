@@ -26,6 +26,7 @@ from anydecode.kernels.build import (
     library_name,
     local_variants,
 )
+from anydecode.progress import note
 
 _HAS_OWNERS = hasattr(os, "geteuid")  # False on Windows, where the user's profile is private
 _WRITABLE_BY_OTHERS = 0o022 if _HAS_OWNERS else 0
@@ -132,6 +133,7 @@ def _hash(library: Path) -> bytes:
 
 def _build(target: Path, compiler: Sequence[str], sources: Path) -> None:
     """Compile the library and its hash, and move both to their places when they are on the disk."""
+    note("building the kernels for this machine, which happens once")
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=target.parent) as folder:
         built = Path(folder) / target.name
         compile_library(built, compiler, sources, variants=local_variants())

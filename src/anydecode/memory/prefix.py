@@ -34,6 +34,11 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
     digest: bytes | None = None  # hash of the namespace and all tokens so far; None: not spilled
 
+    @property
+    def num_slots(self) -> int:
+        """The number of slots; a position that is left out has none."""
+        return int(np.count_nonzero(self.slots >= 0))
+
 
 class PrefixCache:
     """Shares the slots of `pool` between requests with a common prompt prefix.
@@ -189,7 +194,7 @@ class PrefixCache:
         child = parent.children[key] = _Node(slots, parent, key)
         child.digest = None if parent.digest is None else _digest(parent.digest, key)
         self._order[child] = None
-        self.num_slots += BLOCK
+        self.num_slots += child.num_slots
         return child
 
     def _use(self, path: Seq[_Node]) -> None:
@@ -211,7 +216,7 @@ class PrefixCache:
             if leaf.parent.parent is None and not leaf.parent.children:
                 self._roots.pop(leaf.parent.key, None)
             self.pool.free(leaf.slots)
-            self.num_slots -= BLOCK
+            self.num_slots -= leaf.num_slots
 
     def _restore(self, parent: _Node, key: tuple[int, ...], path: Seq[_Node]) -> _Node | None:
         """Restore a spilled block behind those of `path`, none of which is evicted for it; None if

@@ -60,6 +60,7 @@ class HFTokenizer:
         self.tool_template: str | None = self._templates.get("tool_use")
         #: One more than the largest token id.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._token_bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         # Tables of tokens are indexed by id.
         integer("the largest token id of the tokenizer", self.vocab_size - 1, -1, MAX_TOKENS - 1)
         added = tokenizer.get_added_tokens_decoder()
@@ -177,6 +178,15 @@ class HFTokenizer:
             special_texts={f"{short_names.get(n, n)}_token": tokens[i] for n, i in ids.items()},
         )
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether it can be written as tokenizer.json. Rules in Python (PLaMo's) cannot."""
+        try:
+            self.backend.to_str()
+        except Exception:  # of the library, which has no class of its own
+            return False
+        return True
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens around a prompt if `special`.
 
@@ -227,6 +237,14 @@ class HFTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes this token adds to the text; empty for special and unknown tokens."""
+        data = self._token_bytes.get(token)
+        if data is None:
+            data = self._bytes_of(token)
+            if 0 <= token < self.vocab_size:
+                self._token_bytes[token] = data
+        return data
+
+    def _bytes_of(self, token: int) -> bytes:
         text = self.backend.id_to_token(token) if token >= 0 else None
         if text is None or token in self._special:
             return b""

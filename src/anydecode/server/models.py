@@ -115,9 +115,8 @@ class ServedModels:
                 )
             if memory_budget is not None and model.num_bytes > memory_budget:
                 raise InvalidRequestError(
-                    f"{model.name} needs about {_mebibytes(model.num_bytes)} MiB, more than the"
-                    f" memory budget of {_mebibytes(memory_budget)} MiB; --cache-positions makes"
-                    " the cache smaller"
+                    f"{model.name} needs about {_size(model.num_bytes)}, more than the memory"
+                    f" budget of {_size(memory_budget)}; --cache-positions makes the cache smaller"
                 )
             self._states[model.name] = ModelState(model, num_bytes=model.num_bytes)
         self.metrics = Metrics(
@@ -368,5 +367,9 @@ def memory_of(llm: LLM) -> int:
     return sum(map(files_bytes, paths)) + sum(runner.pool.num_bytes for runner in runners)
 
 
-def _mebibytes(num_bytes: int) -> int:
-    return -(-num_bytes // (1 << 20))
+def _size(num_bytes: int) -> str:
+    """A number of bytes in the largest unit, up to MiB, of which it has one."""
+    for shift, unit in ((20, "MiB"), (10, "KiB")):
+        if num_bytes >> shift:
+            return f"{num_bytes >> shift} {unit}"
+    return f"{num_bytes} bytes"

@@ -30,8 +30,9 @@ from anydecode.server.jobs import Limits
 from anydecode.server.logs import log
 from anydecode.server.worker import LENGTH, Outcome
 
-#: Number of processes.
-NUM_WORKERS = 2
+#: Number of processes. A client has at most all but one: two, so that its requests go on beside one
+#: that takes long (all users behind one address are a client, where there are no keys).
+NUM_WORKERS = 3
 #: A job may take so many times its processor time, as its process waits for a busy machine. The
 #: same is the longest wait of a request for its turn.
 PATIENCE = 10

@@ -96,9 +96,13 @@ def save_block_llama(
 def writable_tokenizer(checkpoint: Checkpoint) -> HFTokenizer:
     """The tokenizer of a checkpoint, for a model that is trained from it. Raises `CheckpointError`
     if it cannot be written."""
-    if not isinstance(checkpoint.tokenizer, HFTokenizer):
-        raise CheckpointError(f"{checkpoint.name}: its tokenizer cannot be written")
-    return checkpoint.tokenizer
+    tokenizer = checkpoint.tokenizer
+    if not isinstance(tokenizer, HFTokenizer) or not tokenizer.is_writable:
+        raise CheckpointError(
+            f"{checkpoint.name}: its tokenizer has no form as tokenizer.json, which the trained"
+            " model needs"
+        )
+    return tokenizer
 
 
 def save_nested_llama(

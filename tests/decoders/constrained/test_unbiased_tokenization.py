@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anydecode import Regex
+from anydecode import LLM, Regex
 from anydecode.certification.oracles.constrained.markov_chain import CHAIN, chain_llm, share_of_a
 from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained import unbiased_tokenization
@@ -16,7 +16,7 @@ from anydecode.decoders.constrained.unbiased_tokenization import (
     next_bytes,
 )
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.scripted import PieceTokenizer
+from anydecode.models.scripted import PieceTokenizer, ScriptedModel
 from anydecode.scoring.tree import ROOT, TokenTree
 from certificates import assert_certified, assert_rejected, replace_defaults
 
@@ -88,3 +88,16 @@ def test_certificate_rejects_other_defaults(
 ) -> None:
     replace_defaults(monkeypatch, "unbiased-tokenization", **other)
     assert_rejected("unbiased-tokenization")
+
+
+def test_a_tokenizer_without_the_rest_of_a_token_is_refused_at_the_request() -> None:
+    """The prompt "xa" may go on with the token "ab", whose rest "b" is no token."""
+    model = ScriptedModel(vocab_size=5, seed=1)
+    for pieces, is_refused in ((("x", "a", "ab"), True), (("x", "a", "ab", "b"), False)):
+        with LLM(model, tokenizer=PieceTokenizer(*pieces), cache_positions=64) as llm:
+            for decoder in ("unbiased-tokenization", "token-healing"):
+                if is_refused:
+                    with pytest.raises(UnsupportedCombinationError, match="the rest of some"):
+                        llm.request("xa", decoder=decoder)
+                else:
+                    llm.generate("xa", decoder=decoder, max_tokens=4)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from anydecode import JsonSchema
-from anydecode.certification.checks import measures_of
+from anydecode.certification.checks import measures_of, scripted_llm
 from anydecode.certification.oracles.sampling.repetition import repetition
 from anydecode.certification.oracles.search.contrastive_search import Reflecting
 from anydecode.decoders.search import contrastive_search
+from anydecode.errors import InvalidRequestError
 from anydecode.sampling.sampler import Sampler
 from certificates import assert_certified, assert_rejected, replace_defaults
 from toy_models import toy_llm
@@ -78,3 +81,13 @@ def test_certificate_rejects_other_defaults(
 ) -> None:
     replace_defaults(monkeypatch, "contrastive-search", **other)
     assert_rejected("contrastive-search")
+
+
+def test_a_request_whose_candidates_do_not_fit_the_cache_is_refused_at_once() -> None:
+    with scripted_llm() as llm:
+        pool = llm.engine.runners["target"].pool
+        options: dict[str, Any] = {"decoder": "contrastive-search:k=4", "ignore_eos": True}
+        room = pool.num_slots - 3 - 4 + 1  # behind a prompt of three tokens
+        llm.request("abc", max_tokens=room, **options)
+        with pytest.raises(InvalidRequestError, match=f"it needs {pool.num_slots + 1} positions"):
+            llm.request("abc", max_tokens=room + 1, **options)

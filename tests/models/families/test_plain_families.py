@@ -107,6 +107,18 @@ def test_wrong_twins_have_other_logits(twin: str) -> None:
     assert np.abs(found - change(FAMILIES[name].decoder(0)).forward(TEXT)).max() > 1e-2
 
 
+@pytest.mark.parametrize(("settings", "window"), [({}, 9), ({"full_attention_idx": [1]}, None)])
+def test_rows_of_plamo_2_attend_to_their_window_and_to_themselves(
+    settings: dict[str, Any], window: int | None
+) -> None:
+    found = logits(built(checkpoint("plamo2", attention_window_size=8, **settings)), chain(TEXT))
+    reference = FAMILIES["plamo2"].decoder(0)
+    for other in (8, 9, None):
+        expected = replace(reference, windows=[other] * 3).forward(TEXT)
+        largest = np.abs(found - expected).max()
+        assert largest < 1e-4 if other == window else largest > 1e-3
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_saturated_scores_of_smallthinker_choose_the_largest_logits(
     backend: str, tmp_path: Path

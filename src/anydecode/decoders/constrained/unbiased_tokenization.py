@@ -27,7 +27,7 @@ from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.sampler import constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 
@@ -52,6 +52,22 @@ class PromptBoundaryDecoder(Decoder):
                 f"{self.card.key} changes the prompt's tokens: it supports no constraint and no"
                 " second prompt"
             )
+        _, tail = self._parts(sequence)
+        vocab = vocabulary(sequence.tokenizers[TARGET], sequence.model().spec.vocab_size)
+        if vocab.bytes_within and any(
+            vocab.tokenize_greedily(beyond) is None for beyond in texts_beyond(vocab, tail)
+        ):
+            raise UnsupportedCombinationError(
+                f"{self.card.key} continues this prompt behind the middle of a token, and the"
+                " tokenizer has no tokens for the rest of some tokens: end the prompt with a whole"
+                " word, or use another decoder"
+            )
+
+    def _parts(self, sequence: Sequence) -> tuple[int, bytes]:
+        """The number of prompt tokens that are kept, and the text of the others."""
+        tokenizer, prompt = sequence.tokenizers[TARGET], sequence.prompt
+        num_kept = max(1, self.cut(tokenizer, prompt))
+        return num_kept, b"".join(map(tokenizer.token_bytes, prompt[num_kept:]))
 
     @abstractmethod
     def cut(self, tokenizer: Tokenizer, prompt: list[int]) -> int:
@@ -64,24 +80,19 @@ class PromptBoundaryDecoder(Decoder):
         """Selects tokens to append to `branch` whose bytes start with `tail`."""
 
     def decode(self, sequence: Sequence) -> Decoding:
-        tokenizer = sequence.tokenizers["target"]
-        num_kept = max(1, self.cut(tokenizer, sequence.prompt))
-        tail = b"".join(map(tokenizer.token_bytes, sequence.prompt[num_kept:]))
+        num_kept, tail = self._parts(sequence)
         branch = sequence.fork()
         branch.prompt, branch.sampler = sequence.prompt[:num_kept], sequence.sampler
-        branch.tokens, branch.tokenizers = [], sequence.tokenizers
+        branch.tokens = []
         key: StateKey[CoverState] = StateKey(self.card.key, "cover")
         state = sequence.state.setdefault(key, CoverState())
         if "cover" not in state:
             size = branch.model().spec.vocab_size
-            vocab = vocabulary(tokenizer, size)
+            vocab = vocabulary(branch.tokenizers[TARGET], size)
             cover_tokens = (yield from self.cover(branch, tail, vocab)) if tail else []
             text = b"".join(vocab.token_bytes[token] for token in cover_tokens)
             answer_tokens = vocab.tokenize_greedily(text[len(tail) :])
-            if answer_tokens is None:
-                raise UnsupportedCombinationError(
-                    f"{self.card.key} needs a tokenizer that can tokenize every suffix of a token"
-                )
+            assert answer_tokens is not None  # `prepare` has looked
             state["cover"], state["beyond"] = cover_tokens, len(answer_tokens)
             sequence.emit(answer_tokens, logprobs=[None] * len(answer_tokens))
         branch.tokens = state["cover"] + sequence.tokens[state["beyond"] :]
@@ -135,6 +146,15 @@ def covers(
                 if len(vocab.token_bytes[token]) == len(text) - start:
                     tree.add(token, node)
     return tree, found_covers
+
+
+def texts_beyond(vocab: Vocabulary, text: bytes) -> set[bytes]:
+    """What tokens may have beyond the end of `text` in which they begin."""
+    return {
+        vocab.token_bytes[token][len(text) - start :]
+        for start in range(len(text))
+        for token in vocab.tokens_with_prefix(text[start:])
+    }
 
 
 def log_probabilities(row: np.ndarray) -> np.ndarray:

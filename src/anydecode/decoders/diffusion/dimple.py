@@ -93,6 +93,11 @@ class PriorDenoiser(Denoiser):
 
     priors: Mapping[int, str | list[int]] = {}
 
+    def prepare(self, sequence: Sequence) -> None:
+        super().prepare(sequence)
+        if self.priors:
+            self.canvas_of(sequence)  # so that a wrong one is refused now
+
     def begin(self, sequence: Sequence, canvas: Canvas) -> None:
         super().begin(sequence, canvas)
         for offset, text in self.priors.items():

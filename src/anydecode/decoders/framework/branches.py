@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import UnsupportedCombinationError
-from anydecode.scoring.score import Decoding, Scores
+from anydecode.scoring.score import ActionResult, DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.sequence_data import StopChecker
 
@@ -73,6 +74,43 @@ def restarted_branch(
         if branch.is_open(runner):
             branch.align(runner)
     return branch
+
+
+def share_prefixes(
+    branches: Seq[Sequence], runner: str = TARGET
+) -> Generator[DecoderAction, ActionResult, None]:
+    """Compute what the texts of several branches have in common once, so that their caches share
+    it: after a restart they need no more memory than before. Last tokens remain unscored.
+
+    Args:
+        branches: Branches of one sequence, whose prompt is in their caches.
+        runner: The model whose caches are filled.
+    """
+    groups = [list(branches)]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        texts = [branch.all_tokens[:-1] for branch in group]
+        first, last = min(texts), max(texts)  # what these have in common, all have
+        pairs = enumerate(zip(first, last, strict=False))
+        length = next((i for i, (a, b) in pairs if a != b), len(first))
+        lacking = [branch for branch in group if branch.kv_cache(runner).length < length]
+        if lacking:
+            trunk = max(group, key=lambda branch: branch.kv_cache(runner).length).branch()
+            trunk.tokens = texts[0][len(trunk.prompt) : length]
+            if trunk.kv_cache(runner).length > length:
+                trunk.truncate(length, runner)
+            elif trunk.kv_cache(runner).length < length:
+                yield trunk.score(runner=runner, samples=False)
+            for branch in lacking:
+                branch.share_caches(trunk)
+            trunk.release()
+        following: dict[int, list[Sequence]] = {}
+        for branch, text in zip(group, texts, strict=True):
+            if len(text) > length:
+                following.setdefault(text[length], []).append(branch)
+        groups += following.values()
 
 
 def emit_from(branch: Sequence, sequence: Sequence, scores: Scores | None = None) -> Decoding:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from anydecode.decoders.framework.branches import TextStopChecker
+from anydecode.decoders.framework.branches import TextStopChecker, share_prefixes
 from anydecode.errors import InvalidRequestError
 from anydecode.rewards.reward import SampledText
 from anydecode.sampling.noise import Noise, stream_id
@@ -228,6 +228,7 @@ class Rollouts:
         sample their first."""
         if not self.sequence.unscored(self.runner):  # then all rollouts have tokens
             self.open_branches()
+            yield from self._share()
             return
         scores: Scores = yield self.sequence.score(runner=self.runner)
         row = scores.row(-1).copy()
@@ -237,6 +238,12 @@ class Rollouts:
                 branch = self._branches[number]
                 scores.show_hidden(branch.sampler, -1)
                 self._sample(number, row)
+        yield from self._share()
+
+    def _share(self) -> Extending:
+        """Let the rollouts that go on share what their texts have in common."""
+        pairs = zip(self._branches, self.rollouts, strict=True)
+        return share_prefixes([one for one, rollout in pairs if not rollout.finished], self.runner)
 
     def _branch(self, origin: Sequence, rollout: Rollout) -> Sequence:
         """A branch with the tokens of `rollout`, of which `origin` may have the first ones."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from anydecode.catalogue import Card, Range, Words, register
+from anydecode.constraints.vocabulary import vocabulary
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.byte_reader import END, ByteReader, next_byte
 from anydecode.decoders.framework.two_models import refuse_guidance
@@ -124,6 +125,12 @@ class Anchored(Decoder):
             )
         if self.unit == "byte":
             _draft_prompt(sequence)  # it must have text
+            for runner in (TARGET, DRAFT):
+                size = sequence.model(runner).spec.vocab_size
+                if vocabulary(sequence.tokenizers[runner], size).bytes_within:
+                    raise UnsupportedCombinationError(
+                        "anchored:unit=byte needs a tokenizer with a token for each single byte"
+                    )
 
     def decode(self, sequence: Sequence) -> Decoding:
         rows = _ByteRows(sequence) if self.unit == "byte" else _TokenRows(sequence)
@@ -210,11 +217,6 @@ class _ByteRows:
         tokens = self.readers[0].tokens
         vocab, self.size = tokens.vocab, tokens.vocab.size
         single = [next(vocab.tokens_equal_to(bytes([byte])), None) for byte in range(END)]
-        used = set(b"".join(vocab.token_bytes))
-        if any(single[byte] is None for byte in used):
-            raise UnsupportedCombinationError(
-                "anchored:unit=byte needs a tokenizer with a token for each single byte"
-            )
         self.bytes = [byte for byte in range(END) if single[byte] is not None]
         self.ids = [token for token in single if token is not None]
         self.end = next(iter(tokens.end_tokens.tolist()), None)

@@ -12,6 +12,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder
+from anydecode.decoders.framework.branches import share_prefixes
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.sampling.noise import Noise
@@ -120,6 +121,7 @@ class Apar(Decoder):
             yield base.score(unscored[:-1])
         branches: list[Sequence] = []
         while True:
+            has_new = len(branches) < len(rows)
             while len(branches) < len(rows):
                 row = rows[len(branches)]
                 origin = next((n for n, one in enumerate(rows) if row in one.details), None)
@@ -130,6 +132,8 @@ class Apar(Decoder):
             live = [number for number, row in enumerate(rows) if not row.is_over]
             if not live or len(written) >= sequence.remaining:
                 break
+            if has_new:
+                yield from share_prefixes([branches[number] for number in live])
             results = yield [branches[number].score() for number in live]
             for number, scores in zip(live, results, strict=True):
                 self._take(sequence, rows, number, scores.row(-1), (fork, child))

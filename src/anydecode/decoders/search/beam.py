@@ -62,6 +62,7 @@ class Beam(Decoder):
         state = sequence.state.setdefault(_STATE, GroupState())
         prompt = yield sequence.score()  # first, so that all branches share it
         group = BeamGroup(self.rule, sequence, state)
+        yield from group.open()
         while group.is_active:
             results = [prompt]
             if state.depth:

@@ -4,13 +4,14 @@ share."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from anydecode.decoders.framework.branches import share_prefixes
 from anydecode.sampling.candidates import Distribution
 from anydecode.scoring.ranked import RankedText
-from anydecode.scoring.score import ScoreRequest, Scores
+from anydecode.scoring.score import ActionResult, DecoderAction, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
 
 
@@ -92,12 +93,16 @@ class BeamGroup:
         self.sequence = sequence
         self.state = state
         self._limit = sequence.remaining
-        self._branches = []
-        for hypothesis in state.live:
-            branch = sequence.fork()
+        self._branches: list[Sequence] = []
+
+    def open(self) -> Generator[DecoderAction, ActionResult, None]:
+        """Open the branches of the live hypotheses. The prompt has been scored."""
+        for hypothesis in self.state.live:
+            branch = self.sequence.fork()
             for token in hypothesis.tokens:
                 branch.append(token)
             self._branches.append(branch)
+        yield from share_prefixes(self._branches)
 
     @property
     def is_active(self) -> bool:

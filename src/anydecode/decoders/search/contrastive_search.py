@@ -69,6 +69,15 @@ class ContrastiveSearch(Decoder):
             raise UnsupportedCombinationError(
                 "contrastive-search does not work with guidance, which needs a second prompt"
             )
+        pool, num_left = sequence.pool(), sequence.remaining
+        count = min(self.k, pool.model.spec.vocab_size)
+        num_needed = len(sequence.prompt) + len(sequence.tokens) + num_left - 1 + count
+        if num_left and num_needed > pool.num_slots:
+            raise InvalidRequestError(
+                f"contrastive-search scores {count} candidates for each of up to {num_left} tokens:"
+                f" it needs {num_needed} positions of the cache, which has {pool.num_slots}; lower"
+                " max_tokens or k, or increase cache_positions"
+            )
         sequence.sampler = Sampler(1.0, sampler.pre_temperature, (), sampler.combiner)
 
     def decode(self, sequence: Sequence) -> Decoding:

@@ -96,6 +96,8 @@ class DiverseBeam(Decoder):
         states = sequence.state.setdefault(_STATE, [GroupState() for _ in range(self.groups)])
         prompt = yield sequence.score()  # first, so that all branches share it
         groups = [BeamGroup(self.rule, sequence, state) for state in states]
+        for group in groups:
+            yield from group.open()
         while active := [group for group in groups if group.is_active]:
             found = [[prompt]] * len(active)
             if active[0].state.depth:

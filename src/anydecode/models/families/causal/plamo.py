@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from anydecode.kernels.interface import RecurrenceWeights
 from anydecode.models.families.family import Family
-from anydecode.models.families.patterns import FULL, full_every_nth
+from anydecode.models.families.patterns import FULL, SLIDING, full_every_nth
 from anydecode.models.families.recurrent import (
     RecurrentLayout,
     decay,
@@ -36,21 +37,27 @@ def _layer_types(config: Config) -> list[str]:
     """Attention in the middle of every `mamba_step` layers, or in the last layer of a few."""
     count, step = num_layers(config), int_value(config, "mamba_step", 2, high=MAX_LAYERS)
     if not bool_value(config, "mamba_enabled", True):
-        return [FULL] * count
+        return _attention(config, range(count))
     if count <= step // 2:
-        return ["mamba"] * (count - 1) + [FULL]
-    return [FULL if layer % step == step // 2 else "mamba" for layer in range(count)]
+        return ["mamba"] * (count - 1) + _attention(config, [count - 1])
+    return [
+        _attention(config, [layer])[0] if layer % step == step // 2 else "mamba"
+        for layer in range(count)
+    ]
 
 
-def _context(config: Config) -> dict[str, Any]:
-    """The longest context: up to the window, if there are layers with one, which then has no
-    effect."""
-    types, full = _layer_types(config), list_value(config, "full_attention_idx", int) or []
-    has_window = any(kind == FULL and layer not in full for layer, kind in enumerate(types))
-    if config.get("attention_window_size") is None or not has_window:
-        return {"attention_window_size": None}
-    longest = int_value(config, "max_position_embeddings")
-    return {"max_position_embeddings": min(longest, int_value(config, "attention_window_size"))}
+def _attention(config: Config, layers: Iterable[int]) -> list[str]:
+    """The types of attention layers: with windows but where the config says otherwise."""
+    full = list_value(config, "full_attention_idx", int) or []
+    has_window = config.get("attention_window_size") is not None
+    return [SLIDING if has_window and layer not in full else FULL for layer in layers]
+
+
+def _window(config: Config) -> dict[str, Any]:
+    """A row attends to as many keys before its own as `attention_window_size` says."""
+    if config.get("attention_window_size") is None:
+        return {}
+    return {"sliding_window": int_value(config, "attention_window_size") + 1}
 
 
 def _spec(config: Config) -> RecurrentSpec:
@@ -159,8 +166,7 @@ FAMILIES = {
         layer_types=_layer_types,
         qk_norm="heads",
         recurrent=RecurrentLayout(_spec, _read),
-        derived=_context,
-        context_limit="attention_window_size",
+        derived=_window,
         keys={"hidden_size_per_head": ("head_dim",)},
         defaults={"head_dim": 128, "mamba_d_state": 64, "tie_word_embeddings": True},
     ),
