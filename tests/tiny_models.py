@@ -78,12 +78,13 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
     config = config_class(**{**BASE, "attn_implementation": "eager", **deepcopy(settings)})
     torch.manual_seed(seed)
     suffix = "LMHeadModel" if family in ("GPT2", "OpenAIGPT") else "ForCausalLM"
-    model = getattr(transformers, f"{family}{suffix}")(config).eval()
+    causal = getattr(transformers, f"{family}{suffix}", None)
+    model = (_with_head(family, config) if causal is None else causal(config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("norm.weight"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            elif "_proj" in name or ".gate." in name:
+            elif "_proj" in name or ".gate." in name or "_compress_" in name:
                 torch.nn.init.normal_(parameter, std=0.25)
             elif "rg_lru" in name or "conv_1d" in name or name.endswith("position_bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
@@ -94,6 +95,29 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
                 scores = torch.rand(len(buffer), config.num_local_experts)
                 buffer.copy_(scores.topk(buffer.shape[1]).indices)
     return model
+
+
+def _with_head(family: str, config: Any) -> Any:
+    """The language model of a multimodal model that `transformers` has no class of its own for,
+    with its head."""
+    import torch
+    import transformers
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class WithHead(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+            self.model = getattr(transformers, f"{family}TextModel")(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            torch.nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
+
+        def forward(self, tokens: Any, **options: Any) -> Any:
+            found = self.model(tokens, **options)
+            logits = self.lm_head(found.last_hidden_state)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
+
+    return WithHead()
 
 
 def hf_logits(model: Any, tokens: list[int]) -> np.ndarray:

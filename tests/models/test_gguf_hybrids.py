@@ -244,8 +244,66 @@ LING_METADATA: dict[str, Any] = {
     "kda.gate_lower_bound": -3.0,
     "nextn_predict_layers": 0,
 }
+#: GLM-5.3, with the numbers of streams and of the indexer's key that llama.cpp requires.
+GLM_5_NEXT: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+    "indexer_types": ["full", "full", "shared", "full"],
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_kpool": 4,
+    "index_topk": 8,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "linear_lower_bound": -3.0,
+    "swiglu_limit": 0.5,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 4,
+}
+GLM_METADATA: dict[str, Any] = {
+    **KIMI_METADATA,
+    "attention.head_count_kv": [0, 1, 1, 1],
+    "attention.layer_norm_epsilon": 1e-6,
+    "attention.q_lora_rank": 20,
+    "attention.key_length": 24,
+    "attention.key_length_mla": 10,
+    "rope.dimension_count": 0,
+    "kda.gate_lower_bound": -3.0,
+    "attention.indexer.head_count": 4,
+    "attention.indexer.key_length": 128,
+    "attention.indexer.top_k": 8,
+    "attention.indexer.kpool": 4,
+    "attention.indexer.kpool_select_tail": True,
+    "attention.indexer.types": [True, True, False, True],
+    "swiglu_clamp_exp": [0.5] * 4,
+    "swiglu_clamp_shexp": [0.5] * 4,
+    "hyper_connection.count": 4,
+    "hyper_connection.sinkhorn_iterations": 4,
+    "hyper_connection.epsilon": 1e-6,
+}
+#: The indexer of GLM-5.3, by the names of `transformers`.
+GLM_INDEXER = {
+    "wq_b.weight": "indexer.attn_q_b.weight",
+    "wk.weight": "indexer.attn_k.weight",
+    "k_norm.weight": "indexer.k_norm.weight",
+    "k_norm.bias": "indexer.k_norm.bias",
+    "weights_proj.weight": "indexer.proj.weight",
+    "index_kpool_compress_gate": "indexer_compressor_gate.weight",
+    "index_kpool_compress_ape": "indexer_compressor_ape.weight",
+}
 #: Architectures that the package does not know, and those whose names of tensors they have.
-NAMED_AS = {"bailingmoe3": "kimi-linear"}
+NAMED_AS = {"bailingmoe3": "kimi-linear", "glm5-next": "kimi-linear"}
 CASES = {
     "granite hybrid": Case("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_METADATA),
     "granite hybrid experts": Case(
@@ -357,6 +415,7 @@ CASES = {
     "lfm2 moe": Case("Lfm2Moe", "lfm2moe", LFM2_MOE, LFM2_MOE_METADATA),
     "kimi linear": Case("KimiLinear", "kimi-linear", KIMI_LINEAR, KIMI_METADATA),
     "ling 3": Case("BailingHybrid", "bailingmoe3", LING_3, LING_METADATA),
+    "glm 5.3": Case("Glm5Next", "glm5-next", GLM_5_NEXT, GLM_METADATA),
 }
 #: Names of `transformers` and those of the checkpoints from which the converter starts.
 RENAMED = {
@@ -439,6 +498,9 @@ def prepared(
     if case.family == "BailingHybrid" and layer:
         yield from of_ling(config, layer, part.replace(".forget_gate", ""), tensor)
         return
+    if case.family == "Glm5Next" and layer:
+        yield from of_glm(config, layer, part.replace(".forget_gate", ""), tensor)
+        return
     if case.family == "KimiLinear" and layer:
         yield from of_kimi(config, layer, part.replace(".forget_gate", ""), tensor)
         return
@@ -478,6 +540,23 @@ def of_kimi(
         return
     part = RENAMED.get(part, part).replace(".dt_bias", ".dt_proj.bias")
     yield f"model.layers.{layer}.{part}", tensor
+
+
+def of_glm(
+    config: dict[str, Any], layer: str, part: str, tensor: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """GLM-5.3: as Kimi Linear, with an indexer and hyper-connections."""
+    module, _, leaf = part.rpartition(".")
+    _, _, own = part.partition("self_attn.indexer.")
+    if own:
+        yield f"blk.{layer}.{GLM_INDEXER[own]}", tensor
+    elif module.endswith("_hc"):
+        yield f"blk.{layer}.hc_{module.removesuffix('_hc')}_{leaf}.weight", tensor
+    elif ".q_a_" in part or ".q_b_" in part:
+        name = {"q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b"}
+        yield f"blk.{layer}.attn_{name[module.rpartition('.')[2]]}.weight", tensor
+    else:
+        yield from of_kimi(config, layer, part, tensor)
 
 
 def of_ling(
@@ -571,7 +650,7 @@ NOT_OF_LLAMA_CPP = {"mamba2 odd": "it requires a bias of the convolution"}
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_OF_LLAMA_CPP])
 def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    has_delta_rule = case.family.startswith(("Qwen", "Kimi", "Bailing"))
+    has_delta_rule = case.family.startswith(("Qwen", "Kimi", "Bailing", "Glm5"))
     if has_delta_rule:
         # Where it divides keys and queries by their norms, it has the eps of the model's norms.
         case = replace(case, settings={**case.settings, "rms_norm_eps": 1e-6})
@@ -585,7 +664,7 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     "name",
     [
         *("qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent"),
-        *("kimi linear", "ling 3"),
+        *("kimi linear", "ling 3", "glm 5.3"),
     ],
 )
 def test_native_kernels_agree(name: str, tmp_path: Path) -> None:

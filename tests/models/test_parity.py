@@ -167,6 +167,31 @@ KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+#: Several times as many blocks as the indexer selects. With few heads of the indexer, scores would
+#: often be equal: they are 0 where all products are negative.
+GLM_5_NEXT: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_kpool": 3,
+    "index_topk": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "swiglu_limit": 0.5,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+}
 #: The numbers are few, because those of larger models differ by more than the margin.
 ZAMBA: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -1347,6 +1372,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "glm 5.3": ("Glm5Next", GLM_5_NEXT),
+    "glm 5.3 shared indexers": (
+        "Glm5Next",
+        {
+            **GLM_5_NEXT,
+            "layer_types": [*["indexed_attention"] * 2, "linear_attention", "indexed_attention"],
+            "indexer_types": ["full", "shared", "full", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "index_kpool": 5,
+            "index_topk": 10,
+            "index_n_heads": 16,
+            "index_head_dim": 24,
+            "linear_lower_bound": None,
+            "linear_conv_kernel_dim": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 6,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "hc_mult": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "zamba": ("Zamba", ZAMBA),
     "zamba odd": (
         "Zamba",

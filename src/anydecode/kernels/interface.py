@@ -183,6 +183,10 @@ class Attention:
     local_blocks: int = 0
     # The key heads have so many selections, each for equal parts of them (MiniMax-M3).
     num_selections: int = 1
+    # The indexer's keys are those of whole blocks, each stored with the last position of its block.
+    # A row selects among the blocks of which it sees all positions, and it always attends to those
+    # behind them, beside `top_k` others (GLM-5.3).
+    has_block_keys: bool = False
     # Every so many positions have an entry, a second key that is stored with the last of them. A
     # row attends to the entries of positions up to its own, or to the `top_k` of these that an
     # indexer selects by keys that are stored with them, and to the positions of its window
@@ -203,6 +207,17 @@ class Attention:
     def is_selected(self) -> bool:
         """Whether `Backend.select` says what rows attend to."""
         return self.top_k is not None or self.entry_size is not None
+
+    @property
+    def key_positions(self) -> int:
+        """The positions that one key of an indexer stands for."""
+        return self.entry_size or (self.index_block if self.has_block_keys else 1)
+
+    @property
+    def selection_kind(self) -> tuple[int | bool | None, ...]:
+        """What layers have in common whose rows attend to the same selected positions."""
+        blocks = self.index_block, self.has_block_keys
+        return self.top_k, *blocks, self.num_selections, self.entry_size, self.window
 
 
 @dataclass(frozen=True, eq=False)
@@ -842,11 +857,12 @@ class Backend(ABC):
 
         The score of a position is the sum over the indexer's heads of weight * max(q @ key, 0).
         Without weights, each head selects for its part of the key heads, by q @ key. The score of a
-        block of positions (`shape.index_block`) is the largest one of them; those of the last
-        `shape.local_blocks` are infinite. The positions of the blocks with the largest scores are
-        selected, of equal ones the lower. A row that sees no more than `top_k` positions attends to
-        all. With `shape.entry_size` entries are selected, not positions; the indexer's key of an
-        entry is stored with its last position.
+        block of positions (`shape.index_block`) is the largest one of them, or with
+        `shape.has_block_keys` that of its own key; those of the last `shape.local_blocks` are
+        infinite. The positions of the blocks with the largest scores are selected, of equal ones
+        the lower. A row that sees no more than `top_k` positions, or whole blocks with keys of as
+        many, attends to all. With `shape.entry_size` entries are selected, not positions; the
+        indexer's key of an entry is stored with its last position.
 
         Args:
             q: The indexer's queries, `num_heads` of `shape.index_dim` numbers; None: the positions

@@ -182,6 +182,7 @@ class NativeBackend(Backend):
         fields = {**_cache_fields(layer, shape), "heads": num_heads}
         fields |= {"groups": shape.num_selections}
         fields |= {"block": shape.index_block, "num_local": shape.local_blocks}
+        fields |= {"has_block_keys": int(shape.has_block_keys)}
         fields |= {"selection": self._selection(shape), "window": shape.window or 0}
         scores: tuple[Value, ...] = ()
         if q is not None:
@@ -233,8 +234,7 @@ class NativeBackend(Backend):
 
     def _selection(self, shape: Attention) -> int:
         """The number, from 1 on, of the kind of selection of layers of this shape."""
-        kind = (shape.top_k, shape.index_block, shape.num_selections, shape.entry_size)
-        return self.selections.setdefault((*kind, shape.window), len(self.selections) + 1)
+        return self.selections.setdefault(shape.selection_kind, len(self.selections) + 1)
 
     def pool(self, x: Value, layer: int, shape: Recurrence, first: int, bias: np.ndarray) -> Value:
         size, groups, numbers = bias.shape

@@ -239,10 +239,12 @@ class ReferenceBackend(Backend):
         assert dim is not None and top_k is not None, "the shape has an indexer"
         keys = self._stored(layer)[1][:, -1:]
         width = stored_width(bound.cache.format, dim)
-        every = shape.entry_size or 1
+        every, limit = shape.key_positions, top_k
+        if shape.has_block_keys:
+            limit //= every
         for group in _row_groups(bound, num_heads * dim):
-            seen = lengths(bound.rows, bound.index[group]) // every
-            if seen.max(initial=0) <= top_k:
+            seen = lengths(bound.rows, bound.index[group])
+            if seen.max(initial=0) // every <= limit:
                 continue
             visible = visible_slots(
                 bound.rows, bound.index[group], layer, replace(shape, window=None)
@@ -260,8 +262,12 @@ class ReferenceBackend(Backend):
             positions = bound.positions[index] // shape.index_block
             chosen = as_numpy(_chosen_positions(scores, positions, shape))
             for row, count, found in zip(bound.index[group], seen, chosen, strict=True):
-                if count > top_k:
-                    bound.selected[int(row)] = found
+                if count // every <= limit:
+                    continue
+                if shape.has_block_keys:
+                    behind = np.arange(count - count % every, count)
+                    found = np.concatenate([found, behind[None]], -1)
+                bound.selected[int(row)] = found
 
     def _selected_slots(self, rows: np.ndarray, slots: np.ndarray, selection: int) -> np.ndarray:
         """The slots `[m, width]` of rows of the pass; of those with selected positions only these,
@@ -798,12 +804,19 @@ def _chosen_positions(scores: torch.Tensor, own: torch.Tensor, shape: Attention)
     width]` and the block of each row's own position."""
     size, width = shape.index_block, scores.shape[-1]
     assert shape.top_k is not None, "the shape has an indexer"
+    if shape.has_block_keys:
+        return _block_positions(scores, shape.top_k // size, size)
     padded = torch.nn.functional.pad(scores, (0, -width % size), value=float("-inf"))
     best = padded.reshape(*padded.shape[:-1], -1, size).amax(-1)
     behind = own[:, None, None] - torch.arange(best.shape[-1], device=scores.device)
     best = best.masked_fill((behind >= 0) & (behind < shape.local_blocks), float("inf"))
-    count = shape.top_k // size
-    blocks = _first(best.flatten(0, 1), count).sort(-1).values.view(*best.shape[:2], count, 1)
+    return _block_positions(best, shape.top_k // size, size)
+
+
+def _block_positions(scores: torch.Tensor, count: int, size: int) -> torch.Tensor:
+    """The positions of the `count` blocks with the largest scores `[m, selections, blocks]`."""
+    found = _first(scores.flatten(0, 1), count).sort(-1).values
+    blocks = found.view(*scores.shape[:2], count, 1)
     return (blocks * size + torch.arange(size, device=scores.device)).flatten(-2)
 
 

@@ -53,9 +53,22 @@ class HyperWeights:
     def merge(self, backend: Backend, streams: Any, spec: ModelSpec) -> Any:
         """The sum of the streams after the last layer in place of the first one; the others are
         zero."""
-        count = spec.num_streams
-        merged = backend.collapse(streams, self.factors(backend, streams, spec), count)
-        return backend.spread(merged, np.eye(1, count, dtype=np.float32)[0], count)
+        factors = self.factors(backend, streams, spec)
+        return _as_first(backend, backend.collapse(streams, factors, spec.num_streams), spec)
+
+
+def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
+    """The mean of the streams in place of the first one; the others are zero (GLM-5.3)."""
+    size = spec.hidden_size
+    total = backend.columns(streams, 0, size)
+    for index in range(1, spec.num_streams):
+        total = backend.add(total, backend.columns(streams, index * size, size))
+    return _as_first(backend, backend.scale(total, 1.0 / spec.num_streams), spec)
+
+
+def _as_first(backend: Backend, stream: Any, spec: ModelSpec) -> Any:
+    count = spec.num_streams
+    return backend.spread(stream, np.eye(1, count, dtype=np.float32)[0], count)
 
 
 @dataclass(eq=False)

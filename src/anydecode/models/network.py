@@ -36,7 +36,7 @@ from anydecode.kernels.interface import (
     Xielu,
 )
 from anydecode.models.differential import DifferentialWeights
-from anydecode.models.hyper import HyperConnections, HyperWeights
+from anydecode.models.hyper import HyperConnections, HyperWeights, mean_stream
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
@@ -50,7 +50,6 @@ from anydecode.models.spec import (
     LowRankQuery,
     ModelSpec,
     RecurrentSpec,
-    SharedKeySpec,
 )
 from anydecode.models.states import StateWeights
 from anydecode.models.streams import StreamBlock, StreamProjections
@@ -189,7 +188,7 @@ class IndexerWeights:
     `query` reads the normed inner numbers of `LayerSpec.low_rank_query`, or the attention's inputs
     where there are none; `key` and `weights`, which gives one number per head, read these too. The
     norms are float32 `[head_dim]`: of keys, which may have a bias, and of queries, if they have
-    one. The key may be that of an entry.
+    one. The key may be that of an entry, which is normed, or that of a block, whose values are.
     """
 
     query: Linear
@@ -508,6 +507,8 @@ class Network:
             raise CheckpointError("only one of the spec and the weights has a position table")
         _check_per_layer(spec, weights.per_layer)
         _check_streams(spec, weights.streams)
+        if (weights.hyper is None) != (spec.hyper is None or spec.hyper.has_mean):
+            raise CheckpointError("only one of the spec and the weights sums the last streams")
         _check_hyper("", spec, weights.hyper, spec.num_streams)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             if any(weight in self.packed for weight in layer.matrices):
@@ -699,16 +700,20 @@ class Network:
         return backend.spread(merged, first, model.num_streams)
 
     def _layer_of_hyper_connections(self, backend: Backend, x: Any, index: int) -> Any:
-        """The same for streams with hyper-connections. After the last layer their sum takes the
-        place of the first one, and the others are zero."""
+        """The same for streams with hyper-connections. After the last layer their sum, or their
+        mean, takes the place of the first one, and the others are zero."""
         spec, hyper, last = self.spec, self.weights.layers[index].hyper, self.weights.hyper
-        assert hyper is not None and last is not None, "checked by `_check_hyper`"
+        assert hyper is not None, "checked by `_check_hyper`"
         if index == 0:
             ones = np.ones(spec.num_streams, np.float32)
             x = backend.spread(backend.columns(x, 0, spec.hidden_size), ones, spec.num_streams)
         for weights, block in ((hyper.mixer, self._mixer_block), (hyper.mlp, self._mlp_block)):
             x = weights.connect(backend, x, spec, partial(block, backend, index=index))
-        return x if index + 1 < spec.num_layers else last.merge(backend, x, spec)
+        if index + 1 < spec.num_layers:
+            return x
+        if last is not None:
+            return last.merge(backend, x, spec)
+        return mean_stream(backend, x, spec)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -914,6 +919,8 @@ class Network:
         latent = weights.latent
         assert latent is not None, "checked by `_check_latent`"
         q = weights.query.apply(backend, x)
+        if spec.query_dim == spec.latent.key_dim:
+            return backend.grouped_linear(q, latent.keys)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
         if spec.latent.growth is not None:
             q = backend.rope(q, heads, spec.latent.growth)
@@ -1163,12 +1170,15 @@ class Network:
         assert weights.key is not None and weights.output is not None
         inputs = _query_inputs(backend, x, spec, weights)
         q = self._queries(backend, inputs, spec, weights)
-        k, rotary = backend.split(weights.key.apply(backend, x), shape.latent_dim)
+        k, rotary = weights.key.apply(backend, x), None
+        if shape.head_dim > shape.latent_dim:
+            k, rotary = backend.split(k, shape.latent_dim)
         k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
-        if latent.rotary_norm is not None:
-            rotary = backend.rms_norm(rotary, latent.rotary_norm, spec.latent.norm_eps)
-        rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
-        k = backend.join(k, rotary)
+        if rotary is not None:
+            if latent.rotary_norm is not None:
+                rotary = backend.rms_norm(rotary, latent.rotary_norm, spec.latent.norm_eps)
+            rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
+            k = backend.join(k, rotary)
         y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
         y = backend.grouped_linear(y, latent.values)
         if weights.attention_gate is not None:
@@ -1249,15 +1259,15 @@ class Network:
             rope, eps = spec.rope, spec.indexer.norm_eps
             if isinstance(indexer.key, Linear):
                 key = indexer.key.apply(backend, x)
+            elif spec.attention.has_block_keys:
+                key = _block_key(backend, x, spec, indexer, indexer.key, index)
             else:  # of an entry, which is stored behind the layer's own
                 stored, own = spec.stored_inputs, spec.shared_key
                 assert stored is not None and own is not None
                 first = stored.width - 2 * (1 + own.has_overlap) * spec.indexer.head_dim
                 key, rope = indexer.key.apply(backend, x, index, stored, first), own.entry_rope
-            if indexer.norm_bias is None:
-                key = backend.rms_norm(key, indexer.norm, eps)
-            else:
-                key = backend.layer_norm(key, indexer.norm, indexer.norm_bias, eps)
+            if not spec.attention.has_block_keys:
+                key = _normed_key(backend, key, indexer, eps)
             key = key if rope is None else backend.rope(key, 1, rope)
         backend.store(*keys_values, index, spec.attention, key)
 
@@ -1284,6 +1294,29 @@ class Network:
         if rope is not None and not spec.norm_after_rope:
             x = backend.rope(x, heads, rope)
         return x
+
+
+def _normed_key(backend: Backend, key: Any, weights: IndexerWeights, eps: float) -> Any:
+    """Keys of an indexer, normed."""
+    if weights.norm_bias is None:
+        return backend.rms_norm(key, weights.norm, eps)
+    return backend.layer_norm(key, weights.norm, weights.norm_bias, eps)
+
+
+def _block_key(
+    backend: Backend,
+    x: Any,
+    spec: LayerSpec,
+    weights: IndexerWeights,
+    entry: EntryWeights,
+    layer: int,
+) -> Any:
+    """The indexer's key of the block that ends with each row, from the normed keys of its rows."""
+    stored = spec.stored_inputs
+    assert stored is not None and spec.indexer is not None, "checked by `LayerSpec`"
+    keys = _normed_key(backend, entry.values.apply(backend, x), weights, spec.indexer.norm_eps)
+    inputs = backend.join(keys, entry.gates.apply(backend, x))
+    return backend.pool(inputs, layer, stored, 0, entry.bias)
 
 
 def _query_inputs(backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
@@ -1563,8 +1596,6 @@ def _check_streams(spec: ModelSpec, weights: StreamProjections | None) -> None:
 
 
 def _check_hyper(prefix: str, spec: ModelSpec, weights: HyperWeights | None, rows: int) -> None:
-    if (weights is None) != (spec.hyper is None):
-        raise CheckpointError("only one of the spec and the weights has hyper-connections")
     if weights is not None:
         shape = rows, spec.num_streams * spec.hidden_size
         _check_linear(f"{prefix}hyper-connections", weights.projection, shape)
@@ -1636,7 +1667,7 @@ def _check_attention(
     if spec.shared_key is not None and layer.shared_key is not None:
         own = spec.shared_key
         sizes["output"] = hidden, own.output_groups * own.output_rank
-        _check_shared_key(prefix, shape, own, layer.shared_key, width)
+        _check_shared_key(prefix, spec, shape, layer.shared_key, width)
         _check_vector(f"{prefix}the key's norm", layer.key_norm, dim)
     _check_indexer(prefix, spec, layer.indexer, width)
     has_own_keys = spec.cache_layer is None
@@ -1684,10 +1715,12 @@ def _check_attention(
 
 
 def _check_shared_key(
-    prefix: str, shape: Attention, spec: SharedKeySpec, weights: SharedKeyWeights, width: int
+    prefix: str, spec: LayerSpec, shape: Attention, weights: SharedKeyWeights, width: int
 ) -> None:
-    size = spec.output_rank, shape.num_heads // spec.output_groups * shape.head_dim
-    if len(weights.parts) != spec.output_groups:
+    own = spec.shared_key
+    assert own is not None, "checked by `_check_attention`"
+    size = own.output_rank, shape.num_heads // own.output_groups * shape.head_dim
+    if len(weights.parts) != own.output_groups:
         raise CheckpointError(f"{prefix}{len(weights.parts)} groups of heads have a matrix")
     for weight in weights.parts:
         _check_matrix(f"{prefix}a group's output", weight, size)
@@ -1695,21 +1728,22 @@ def _check_shared_key(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has entries")
     if weights.entry is not None:
         _check_vector(f"{prefix}the norm of entries", weights.entry_norm, shape.head_dim)
-        _check_entry(prefix, shape, spec, weights.entry, (shape.head_dim, width))
+        _check_entry(prefix, spec, shape, weights.entry, (shape.head_dim, width))
 
 
 def _check_entry(
     prefix: str,
+    spec: LayerSpec,
     shape: Attention,
-    spec: SharedKeySpec,
     weights: EntryWeights,
     size: tuple[int, int],
 ) -> None:
-    (numbers, width), groups = size, 1 + spec.has_overlap
+    (numbers, width), own = size, spec.shared_key
+    groups = 1 if own is None else 1 + own.has_overlap
     for name in ("values", "gates"):
         linear = getattr(weights, name)
         _check_linear(f"{prefix}the {name} of entries", linear, (groups * numbers, width))
-    count = (shape.entry_size or 0) * groups * numbers
+    count = shape.key_positions * groups * numbers
     _check_vector(f"{prefix}the biases of entries", weights.bias.ravel(), count)
 
 
@@ -1758,8 +1792,8 @@ def _check_indexer(
     if isinstance(weights.key, Linear):
         _check_linear(f"{prefix}the indexer's key", weights.key, (dim, width))
     else:
-        assert spec.attention is not None and spec.shared_key is not None
-        _check_entry(prefix, spec.attention, spec.shared_key, weights.key, (dim, width))
+        assert spec.attention is not None
+        _check_entry(prefix, spec, spec.attention, weights.key, (dim, width))
     vectors = [weights.norm]
     if spec.indexer.has_weights:
         assert weights.weights is not None

@@ -134,7 +134,8 @@ class IndexerSpec:
 
     Queries and keys have the layer's rotary position embedding. DeepSeek's published code
     multiplies both by the same orthogonal matrix (Hadamard), which does not change their products,
-    and rounds them to eight bits.
+    and rounds them to eight bits. With `Attention.has_block_keys` the key of a block is made of the
+    normed keys of its positions (`Backend.pool`).
 
     Attributes:
         num_heads: Heads, which share one key.
@@ -185,10 +186,13 @@ class HyperSpec:
     Attributes:
         iterations: How often the columns of the matrices that mix streams are balanced.
         eps: Added to numbers and sums.
+        has_mean: Whether the mean of the streams after the last layer is taken (GLM-5.3), not a sum
+            with factors that depend on the row.
     """
 
     iterations: int
     eps: float
+    has_mean: bool = False
 
 
 @dataclass(frozen=True)
@@ -377,8 +381,10 @@ class LayerSpec:
     @property
     def stored_inputs(self) -> Recurrence | None:
         """The shape of the inputs that the layer stores beside keys and values: those of a
-        recurrence or of entries."""
+        recurrence, of entries, or of an indexer's keys of blocks."""
         shape, own = self.attention, self.shared_key
+        if self.indexer is not None and shape is not None and shape.has_block_keys:
+            return Recurrence("pool", 2 * self.indexer.head_dim, shape.index_block)
         if own is None or shape is None or shape.entry_size is None:
             return None if self.recurrence is None else self.recurrence.shape
         groups = 1 + own.has_overlap
@@ -664,7 +670,7 @@ class ModelSpec:
             if size and not isinstance(layer.activation, str):
                 raise ConfigError(f"layer {index}: per_layer_size is set with a clamped SwiGLU")
         shapes = [x.attention for x in self.layers if x.attention and x.attention.is_selected]
-        kinds = {(x.top_k, x.index_block, x.entry_size, x.window) for x in shapes}
+        kinds = {x.selection_kind for x in shapes}
         integer("kinds of layers with selected positions", len(kinds), 0, MAX_SELECTIONS)
         num_experts = sum(layer.num_experts for layer in self.layers)
         integer("the number of experts of all layers", num_experts, 0, MAX_EXPERTS)
@@ -805,15 +811,15 @@ def _check_streams(spec: ModelSpec) -> None:
 
 
 def _check_hyper(spec: ModelSpec, hyper: HyperSpec) -> None:
-    """Layers with hyper-connections are attention and an MLP, normed before."""
+    """Layers with hyper-connections are two sublayers, normed before."""
     integer("the number of streams", spec.num_streams, 2, MAX_STREAMS)
     integer("hc_sinkhorn_iters", hyper.iterations, 1, MAX_COUNT)
     number("hc_eps", hyper.eps, 0.0, 1.0)
     for index, layer in enumerate(spec.layers):
-        is_plain = layer.attention is not None and layer.recurrence is None and not layer.has_scale
+        is_plain = layer.has_mixer and layer.memory is None and not layer.has_scale
         if not is_plain or layer.norms != "pre" or layer.mlp == "none" or layer.is_parallel:
             raise ConfigError(
-                f"layer {index}: hyper-connections need attention and an MLP, normed before"
+                f"layer {index}: hyper-connections need two sublayers, both normed before"
             )
     others = (spec.per_layer_size, spec.memory_size, spec.has_position_table)
     if any(others) or spec.residual_scale != 1.0:
@@ -1043,7 +1049,7 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     heads, rotary = shape.num_heads, shape.head_dim - shape.latent_dim
     if layer.rope is not None:
         rotary = 2 * layer.rope.frequencies.size
-    integer(f"{prefix}rotary size", rotary)
+    integer(f"{prefix}rotary size", rotary, 0)
     integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, 1)
     integer(f"{prefix}latent_dim", shape.latent_dim, 1, MAX_COUNT)
     if shape.head_dim != shape.latent_dim + rotary:
@@ -1098,6 +1104,8 @@ def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
         if shape.top_k % size:
             raise refusal(f"{prefix}top_k", shape.top_k, f"a multiple of the block, {size}")
         integer(f"{prefix}local_blocks", shape.local_blocks, 0, shape.top_k // size)
+        if shape.has_block_keys:
+            _check_block_keys(prefix, layer, shape)
         count = integer(f"{prefix}num_selections", shape.num_selections, 1, shape.num_kv_heads)
         if shape.num_kv_heads % count:
             allowed = f"a divisor of the {shape.num_kv_heads} key heads"
@@ -1114,6 +1122,16 @@ def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
         _check_indexer(prefix, layer, layer.indexer, shape)
     elif shape.index_dim is not None:
         raise refusal(f"{prefix}index_dim", shape.index_dim, "None without an indexer")
+
+
+def _check_block_keys(prefix: str, layer: LayerSpec, shape: Attention) -> None:
+    integer(f"{prefix}index_block", shape.index_block, 1, MAX_ENTRY)
+    integer(f"{prefix}local_blocks", shape.local_blocks, 0, 0)
+    integer(f"{prefix}num_selections", shape.num_selections, 1, 1)
+    if layer.rope is not None or layer.recurrence is not None or layer.shared_key is not None:
+        raise ConfigError(
+            f"{prefix}an indexer has keys of blocks in attention alone, without rotary embedding"
+        )
 
 
 def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: Attention) -> None:

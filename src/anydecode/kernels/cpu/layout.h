@@ -110,6 +110,7 @@ typedef struct {
   int32_t top_k;        /* positions that each row attends to (selection.h); 0: all that it sees */
   int32_t index_dim;    /* numbers of an indexer's key, stored after the heads' values; 0: none */
   int32_t block, num_local; /* positions are selected in blocks, of which the last ones always */
+  int32_t has_block_keys; /* whether an indexer's key is that of a whole block */
   int32_t entry;     /* positions of an entry, which is the second key head of the last one; 0: none */
   int32_t selection; /* the kind of selection, from 1 on; 0: a row attends to what it sees */
   float x, y;

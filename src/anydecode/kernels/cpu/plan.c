@@ -80,12 +80,12 @@ static void plan_selected_tiles(const Plan *plan, const Selection *selection, Pl
 }
 
 /* The length of the table that row r has of its own for a selection: it has the entries that the row
- * attends to, and then the positions of its window, or the selected positions. 0: none. */
+ * attends to, and then the positions of its window, or the selected positions, and then those behind
+ * the last whole block with a key. 0: none. */
 static int32_t own_length(const Pass *pass, const Op *op, int r) {
-  int32_t count = num_candidates(pass, op, r), begin = row_begin(pass, op, r);
-  int is_scored = op->top_k && count > op->top_k;
-  count = is_scored ? op->top_k : count;
-  if (!op->entry) return is_scored ? count : 0;
+  int32_t begin = row_begin(pass, op, r), is_scored = is_scored_row(pass, op, r);
+  int32_t count = is_scored ? op->top_k : num_candidates(pass, op, r);
+  if (!op->entry) return is_scored ? count + num_behind(pass, op, r) : 0;
   return count + seen_positions(pass, r) - (begin > 0 ? begin : 0);
 }
 
@@ -106,7 +106,7 @@ static int plan_selection(Plan *plan, const Op *op) {
     int32_t length = own_length(pass, op, r), candidates = num_candidates(pass, op, r);
     num_own += length > 0;
     stride = length > stride ? length : stride;
-    if (!op->top_k || candidates <= op->top_k) continue;
+    if (!is_scored_row(pass, op, r)) continue;
     num_scored++;
     longest = candidates > longest ? candidates : longest;
   }
@@ -137,7 +137,7 @@ static int plan_selection(Plan *plan, const Op *op) {
   }
   for (int r = 0, number = 0, scored = 0; r < pass->num_rows; r++) {
     int32_t length = own_length(pass, op, r);
-    int is_scored = op->top_k && num_candidates(pass, op, r) > op->top_k;
+    int is_scored = is_scored_row(pass, op, r);
     selection->number[r] = length ? number : -1;
     selection->scored[r] = is_scored ? scored : -1;
     if (is_scored) selection->rows[scored++] = r;

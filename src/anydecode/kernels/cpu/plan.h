@@ -75,10 +75,29 @@ INLINE int32_t seen_positions(const Pass *pass, int r) {
   return pass->prefix[r] + pass->tail_length[r];
 }
 
-/* The positions, or the entries, that row r may attend to. */
+/* The positions that one key of an indexer stands for. */
+INLINE int32_t key_positions(const Op *op) {
+  return op->entry ? op->entry : op->has_block_keys ? op->block : 1;
+}
+
+/* The positions, the entries, or the whole blocks with a key, that row r may attend to. */
 INLINE int32_t num_candidates(const Pass *pass, const Op *op, int r) {
-  int32_t seen = seen_positions(pass, r);
-  return op->entry ? seen / op->entry : seen;
+  return seen_positions(pass, r) / key_positions(op);
+}
+
+/* How many of these are selected. */
+INLINE int32_t num_chosen(const Op *op) {
+  return op->has_block_keys ? op->top_k / op->block : op->top_k;
+}
+
+/* Whether row r may attend to more than are selected. */
+INLINE int is_scored_row(const Pass *pass, const Op *op, int r) {
+  return op->top_k && num_candidates(pass, op, r) > num_chosen(op);
+}
+
+/* The positions of row r behind its last whole block with a key, which it always attends to. */
+INLINE int32_t num_behind(const Pass *pass, const Op *op, int r) {
+  return op->has_block_keys ? seen_positions(pass, r) % op->block : 0;
 }
 
 /* Parts of the scores of row r for one selection, if these are divided by positions. */

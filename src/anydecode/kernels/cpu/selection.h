@@ -3,7 +3,9 @@
  * positions with the largest scores, of equal ones to the lower, in order of position; and to all
  * positions, without scores, where it sees no more than top_k. Without weights each head of the
  * indexer selects for its part of the key heads, by query @ key (MiniMax-M3). Positions may be
- * selected in blocks, by the largest score of each, of which a row's last ones always are.
+ * selected in blocks, by the largest score of each, of which a row's last ones always are; or by a key
+ * of the whole block (GLM-5.3), which is that of its last position. A row attends to the positions
+ * behind its last whole block then, too.
  *
  * With entries (DeepSeek-V4) a row attends to these, or to those that are selected, and then to the
  * positions of its window. An entry is the second key head of the slot of its last position: that of
@@ -52,13 +54,12 @@ INLINE int32_t slot_at(const Pass *pass, const Op *op, int row, int32_t position
   return pass->tails[pass->tail_start[row] + position - prefix];
 }
 
-/* The last position of an entry; without entries, the position of this number. */
+/* The last position of what has a key of the indexer: an entry, a block or a single position. */
 INLINE int32_t last_position(const Op *op, int32_t number) {
-  return op->entry ? (number + 1) * op->entry - 1 : number;
+  return (number + 1) * key_positions(op) - 1;
 }
 
-/* The scores of the positions or entries [first, last) of a row, as integers; 0 where there is no
- * slot. They are processed in blocks that start at `first`; a score does not depend on the others. */
+/* The scores of the candidates [first, last) of a row, as integers; 0 where there is no slot. They are processed in blocks that start at `first`; a score does not depend on the others. */
 static void score_positions(const Pass *pass, const Op *op, int row, const float *q,
                             const float *weights, int first, int last, uint32_t *orders,
                             float *base) {
@@ -111,8 +112,9 @@ static void select_positions(const Pass *pass, const Op *op, int row, uint32_t *
     choose_positions(orders, all, op->top_k, positions);
     return;
   }
-  int blocks = (all + size - 1) / size, count = op->top_k / size;
-  for (int i = 0; i < blocks; i++) {
+  int blocks = op->has_block_keys ? all : (all + size - 1) / size, count = op->top_k / size;
+  all = op->has_block_keys ? all * size : all;
+  for (int i = 0; i < blocks && !op->has_block_keys; i++) {
     uint32_t largest = 0;
     for (int j = i * size; j < all && j < (i + 1) * size; j++)
       largest = orders[j] > largest ? orders[j] : largest;
@@ -189,11 +191,12 @@ static void select_row(const Plan *plan, const Op *op, int row) {
   int32_t count = positions ? op->groups * op->top_k : num_candidates(pass, op, row);
   for (int32_t i = 0; i < count; i++) {
     int32_t number = positions ? positions[i] : i;
-    int32_t slot = number < 0 ? -1 : slot_at(pass, op, row, last_position(op, number));
+    int32_t at = op->entry ? last_position(op, number) : number;
+    int32_t slot = number < 0 ? -1 : slot_at(pass, op, row, at);
     *slots++ = slot >= 0 && op->entry ? slot + pass->num_slots : slot;
   }
-  if (!op->entry) return;
   int32_t begin = row_begin(pass, op, row), end = seen_positions(pass, row);
+  if (!op->entry) begin = end - num_behind(pass, op, row);
   for (int32_t at = begin > 0 ? begin : 0; at < end; at++) *slots++ = slot_at(pass, op, row, at);
 }
 

@@ -182,9 +182,9 @@ def _read_weights(
         weights.segments = reader.tensor("embed_segments.weight", shape)
     if spec.per_layer_size:
         weights.per_layer = _read_per_layer(reader, spec, config)
-    if spec.hyper is not None:
+    if spec.hyper is not None and not spec.hyper.has_mean:
         weights.hyper = read_last_hyper_weights(reader, spec)
-    elif spec.num_streams > 1:
+    elif spec.hyper is None and spec.num_streams > 1:
         weights.streams = _read_streams(reader, spec)
     if family.has_states:
         start = reader.vector("z_L_init", spec.hidden_size)

@@ -115,6 +115,7 @@ _MULTIMODAL = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "Glm46VForConditionalGeneration",
+    "Glm5NextForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
     "GlmAsrForConditionalGeneration",
@@ -352,7 +353,8 @@ def _num_streams(config: Config, family: Family) -> int:
 def _hyper(config: Config) -> HyperSpec:
     """The hyper-connections of a model."""
     iterations = int_value(config, "hc_sinkhorn_iters", high=MAX_COUNT)
-    return HyperSpec(iterations, number("hc_eps", config.get("hc_eps"), 0.0, 1.0))
+    eps = number("hc_eps", config.get("hc_eps"), 0.0, 1.0)
+    return HyperSpec(iterations, eps, bool_value(config, "has_mean_stream"))
 
 
 def _parallel_drafts(config: Config) -> BlockSpec | None:
@@ -541,7 +543,8 @@ def _latent(config: Config, family: Family, query_rope: Rope | None) -> LatentSp
 def _rank_eps(config: Config, family: Family) -> float:
     """The epsilon of the norms of latents and of low-rank queries in latent attention: mostly the
     default of their classes."""
-    return _norm_eps(config, family) if family.has_rotary_norm else 1e-6
+    is_given = family.has_rotary_norm or bool_value(config, "has_rank_eps")
+    return _norm_eps(config, family) if is_given else 1e-6
 
 
 def _low_rank_query(config: Config, family: Family) -> LowRankQuery | None:
@@ -572,6 +575,7 @@ def _indexed(
         top_k=int_value(config, "index_topk"),
         index_block=size,
         local_blocks=int_value(config, "index_local_blocks", 0, low=0),
+        has_block_keys=bool_value(config, "has_block_keys"),
     )
     if kind == "shared":
         return None, shape
@@ -586,7 +590,7 @@ def _indexed(
 
 def _latent_attention(config: Config, layer_type: str) -> Attention:
     """Latent attention: its scale grows with the context that YaRN adds."""
-    rotary = int_value(config, "qk_rope_head_dim", high=MAX_COUNT)
+    rotary = int_value(config, "qk_rope_head_dim", low=0, high=MAX_COUNT)
     rank = int_value(config, "kv_lora_rank", high=MAX_COUNT)
     query_dim = int_value(config, "qk_nope_head_dim", high=MAX_COUNT) + rotary
     return Attention(
@@ -663,7 +667,7 @@ def _layers(
 
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
-    query_ropes: dict[Rope, Rope | None] = {}
+    query_ropes: dict[Rope | None, Rope | None] = {}
     temperature: Rope | None = None
     latent: LatentSpec | None = None
     latents: dict[tuple[int, int], LatentSpec] = {}  # layers of equal sizes share the object
@@ -709,7 +713,7 @@ def _layers(
             continue
         shared_key: SharedKeySpec | None = None
         if family.has_latent_attention:
-            dim = int_value(own, "qk_rope_head_dim", high=MAX_COUNT)
+            dim = int_value(own, "qk_rope_head_dim", low=0, high=MAX_COUNT)
             attention = _latent_attention(own, kind)
         elif family.has_shared_key:
             dim = head_dim(own)
@@ -721,7 +725,9 @@ def _layers(
             indexer, attention = _indexed(config, family, layer, attention)
         if family.is_differential:
             attention = _paired(attention)
-        rope = rope_of(own, kind, dim)
+        if has_rope[layer] and not dim:
+            raise refusal("qk_rope_head_dim", dim, "more than 0 with rotary embeddings")
+        rope = rope_of(own, kind, dim) if dim else None
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
         if family.has_latent_attention:
@@ -831,9 +837,9 @@ def _paired(shape: Attention) -> Attention:
     return replace(shape, num_kv_heads=shape.num_kv_heads // 2, head_dim=2 * shape.head_dim)
 
 
-def _query_rope(config: Config, layer_type: str, rope: Rope) -> Rope | None:
+def _query_rope(config: Config, layer_type: str, rope: Rope | None) -> Rope | None:
     """The rotary embedding of Ministral 3's queries, which grow with the position."""
-    if not FAMILIES[config["model_type"]].has_query_growth:
+    if rope is None or not FAMILIES[config["model_type"]].has_query_growth:
         return None
     parameters = _rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"

@@ -14,6 +14,7 @@ from anydecode.models.families.values import Config, bool_value
 from anydecode.models.families.weights import TensorReader, attention_name
 from anydecode.models.linear import Linear
 from anydecode.models.network import IndexerWeights, LatentWeights, LayerWeights
+from anydecode.models.shared_key import EntryWeights
 from anydecode.models.spec import IndexerSpec, LatentSpec, LayerSpec
 
 
@@ -111,11 +112,22 @@ def _read_weighted_indexer(
     queries = reader.linear(
         f"{name}.wq_b", (heads * dim, rank), False, rows=spec.indexer_order(heads)
     )
-    keys = reader.linear(f"{name}.wk", (dim, hidden), False, rows=order)
+    key: Linear | EntryWeights = reader.linear(f"{name}.wk", (dim, hidden), False, rows=order)
+    if spec.attention is not None and spec.attention.has_block_keys:
+        assert isinstance(key, Linear)
+        key = _block_keys(reader, key, f"{name}.index_kpool_compress", spec.attention.index_block)
     weights = reader.matrix(f"{name}.weights_proj", (heads, hidden), keep_format=True)
     norms = [reader.vector(f"{name}.k_norm.{part}", dim) for part in ("weight", "bias")]
     norm, bias = norms if order is None else (vector[order] for vector in norms)
-    return IndexerWeights(queries, keys, norm, Linear(weights), bias)
+    return IndexerWeights(queries, key, norm, Linear(weights), bias)
+
+
+def _block_keys(reader: TensorReader, values: Linear, name: str, size: int) -> EntryWeights:
+    """The weights of keys of blocks of so many positions; the names have no suffix."""
+    numbers, hidden = values.weight.out_features, values.weight.in_features
+    gates = plain_weight(reader.tensor(f"{name}_gate", (numbers, hidden)), f"model.{name}_gate")
+    bias = reader.tensor(f"{name}_ape", (size, numbers))
+    return EntryWeights(values, Linear(gates), bias[:, None])
 
 
 def read_indexer(

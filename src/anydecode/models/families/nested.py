@@ -114,6 +114,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         n_routed_experts=256,
     ),
+    "glm5_next_text": _sizes(
+        *(154880, 4096, 12288, 45, 64, 64, 1048576),
+        moe_intermediate_size=2048,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        v_head_dim=256,
+        qk_nope_head_dim=256,
+        num_experts_per_tok=8,
+        n_routed_experts=288,
+    ),
     "nemotron_h": {
         **_sizes(131072, 4096, 21504, 4, 32, 8, 4096),
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],

@@ -35,6 +35,8 @@ SIDE = "side_attention"
 LAYER_THETA = "layer_rope_theta"
 #: The letters of Nemotron-H's patterns.
 _LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": MOE}
+#: The letters of the patterns of indexers.
+_INDEXERS = {"F": "full", "S": "shared"}
 
 
 def all_full(config: Config) -> list[str]:
@@ -394,6 +396,22 @@ def dense_layers(config: Config) -> dict[str, Any]:
 def listed_dense_layers(config: Config) -> dict[str, Any]:
     """The layers without experts, if the config lists them."""
     return {} if config.get("mlp_layer_types") is None else dense_layers(config)
+
+
+def indexer_types(config: Config) -> list[str]:
+    """DeepSeek-V3.2 and others: which layers have an indexer, "full": those of a list or a pattern,
+    or every `index_topk_freq`-th one after the first `index_skip_topk_offset` - 1."""
+    types, pattern = list_value(config, "indexer_types", str), config.get("index_topk_pattern")
+    if types is not None:
+        return types
+    if isinstance(pattern, str) and set(pattern) <= set(_INDEXERS):
+        return [_INDEXERS[letter] for letter in pattern]
+    if pattern is not None:
+        raise refusal("index_topk_pattern", pattern, "a text of F and S")
+    step = int_value(config, "index_topk_freq", 1)
+    first = int_value(config, "index_skip_topk_offset", 2, low=0) - 1
+    kinds = ("full", "shared")
+    return [kinds[max(layer - first, 0) % step > 0] for layer in range(num_layers(config))]
 
 
 def ernie_layers(config: Config) -> dict[str, Any]:

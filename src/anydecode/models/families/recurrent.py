@@ -494,7 +494,7 @@ def _separate_convolutions(reader: TensorReader, name: str, shape: Recurrence) -
 KIMI_DELTA = RecurrentLayout(_kimi_delta_spec, _read_kimi_delta)
 
 
-def _bailing_delta_spec(config: Config) -> RecurrentSpec:
+def _limited_delta_spec(config: Config) -> RecurrentSpec:
     spec = _kimi_delta_spec(config)
     if not bool_value(config, "kda_safe_gate", True):
         return spec
@@ -502,8 +502,8 @@ def _bailing_delta_spec(config: Config) -> RecurrentSpec:
     return replace(spec, shape=replace(spec.shape, min_exponent=low))
 
 
-#: Ling 3: that of Kimi Linear with a limit of the decay, and without low-rank matrices.
-BAILING_DELTA = RecurrentLayout(_bailing_delta_spec, _read_kimi_delta)
+#: Ling 3 and GLM-5.3: that of Kimi Linear with a limit of the decay.
+LIMITED_DELTA = RecurrentLayout(_limited_delta_spec, _read_kimi_delta)
 
 
 def _olmo_delta_spec(config: Config) -> RecurrentSpec:

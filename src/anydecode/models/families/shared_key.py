@@ -141,7 +141,10 @@ def read_hyper_connections(reader: TensorReader, layer: str, spec: ModelSpec) ->
     """The hyper-connections of a layer."""
     count = spec.num_streams
     sizes = (count, count, count * count)
-    mixer, mlp = (_hyper(reader, f"{layer}.{part}_hc.", sizes, spec) for part in ("attn", "ffn"))
+    names = [f"{layer}.{part}_hc." for part in ("attn", "ffn")]
+    if not reader.has(f"{names[0]}fn"):  # as published for GLM-5.3
+        names = [f"{layer}.hc_{part}_" for part in ("attn", "ffn")]
+    mixer, mlp = (_hyper(reader, name, sizes, spec) for name in names)
     return HyperConnections(mixer, mlp)
 
 

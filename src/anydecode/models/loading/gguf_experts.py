@@ -337,9 +337,7 @@ def maple(keys: Keys, config: dict[str, Any]) -> None:
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
     config["rope_theta"] = keys.number("rope.freq_base_swa", config["rope_theta"])
     config["nope_on_global_attention"] = True
-    limits = keys.get("swiglu_clamp_exp")
-    limit = limits[0] if isinstance(limits, list) and len(set(limits)) == 1 else limits
-    config["swiglu_limit"] = number(keys.name("swiglu_clamp_exp"), limit)
+    config["swiglu_limit"] = _one_limit(keys)
 
 
 def minimax_m3(keys: Keys, config: dict[str, Any]) -> None:
@@ -449,10 +447,47 @@ def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
     _require_sigmoid(keys)
     _latent(keys, config)
     _deepseek_experts(keys, config, is_sigmoid=True)
+    _indexer(keys, config)
+
+
+def _indexer(keys: Keys, config: dict[str, Any]) -> None:
+    """Indexers whose heads have weights; other layers attend to what an earlier one selects."""
     config["index_topk"] = keys.count("attention.indexer.top_k")
     config["index_n_heads"] = keys.count("attention.indexer.head_count")
     config["index_head_dim"] = keys.count("attention.indexer.key_length")
     config["indexer_types"] = _indexer_types(keys, config, "indexer.attn_k", "shared")
+
+
+def glm5_next(keys: Keys, config: dict[str, Any]) -> None:
+    """GLM-5.3: Kimi Linear with an indexer of blocks and hyper-connections."""
+    _further_layers(keys, config)
+    kimi_linear(keys, config)
+    _indexer(keys, config)
+    config |= {
+        "index_block_size": keys.count("attention.indexer.kpool"),
+        "index_kpool_always_select_tail": keys.get("attention.indexer.kpool_select_tail", True),
+        "linear_lower_bound": keys.get("kda.gate_lower_bound", None),
+        "swiglu_limit": _one_limit(keys),
+        **_hyper_connections(keys),
+    }
+    _derive(config)
+
+
+def _hyper_connections(keys: Keys) -> dict[str, Any]:
+    return {
+        "hc_mult": keys.count("hyper_connection.count"),
+        "hc_sinkhorn_iters": keys.count("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": keys.number("hyper_connection.epsilon"),
+    }
+
+
+def _one_limit(keys: Keys) -> float:
+    """The limit of the activation, which is that of all layers."""
+    limits = keys.get("swiglu_clamp_exp")
+    limit = limits[0] if isinstance(limits, list) and limits else limits
+    if isinstance(limits, list) and any(other != limit for other in limits):
+        raise refusal(keys.name("swiglu_clamp_exp"), limits, "one limit for all layers")
+    return number(keys.name("swiglu_clamp_exp"), limit)
 
 
 def deepseek_v4(keys: Keys, config: dict[str, Any]) -> None:
@@ -464,12 +499,8 @@ def deepseek_v4(keys: Keys, config: dict[str, Any]) -> None:
         _further_layers(keys, config)
     experts(keys, config)
     count = config["num_hidden_layers"]
-    limits = keys.get("swiglu_clamp_exp")
-    limit = limits[0] if isinstance(limits, list) and limits else limits
-    if isinstance(limits, list) and any(other != limit for other in limits):
-        raise refusal(keys.name("swiglu_clamp_exp"), limits, "one limit for all layers")
     config |= {
-        "swiglu_limit": number(keys.name("swiglu_clamp_exp"), limit),
+        "swiglu_limit": _one_limit(keys),
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "n_shared_experts": keys.count("expert_shared_count", high=MAX_EXPERTS, low=0),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
@@ -485,9 +516,7 @@ def deepseek_v4(keys: Keys, config: dict[str, Any]) -> None:
         "index_n_heads": keys.count("attention.indexer.head_count"),
         "index_head_dim": keys.count("attention.indexer.key_length"),
         "index_topk": keys.count("attention.indexer.top_k"),
-        "hc_mult": keys.count("hyper_connection.count"),
-        "hc_sinkhorn_iters": keys.count("hyper_connection.sinkhorn_iterations"),
-        "hc_eps": keys.number("hyper_connection.epsilon"),
+        **_hyper_connections(keys),
     }
     _derive(config)
 
@@ -550,7 +579,8 @@ def _latent(
     head under keys of their own. `value_dim` is that of files without one, `first` the first layer
     that has it."""
     file = keys.file
-    rotary, rank = keys.count("rope.dimension_count"), keys.count("attention.kv_lora_rank")
+    rotary = keys.count("rope.dimension_count", low=0)
+    rank = keys.count("attention.kv_lora_rank")
     suffix = "_mla" if keys.get("attention.key_length_mla", None) is not None else ""
     length = keys.count(f"attention.key_length{suffix}")
     if length <= rotary:

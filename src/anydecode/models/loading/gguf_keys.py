@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "mistral4": ("mistral4", "Mistral4ForCausalLM"),
     "deepseek32": ("deepseek_v32", "DeepseekV32ForCausalLM"),
     "glm-dsa": ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    "glm5-next": ("glm5_next_text", "Glm5NextForConditionalGeneration"),
     "hy_v3": ("hy_v3", "HYV3ForCausalLM"),
     "mellum": ("mellum", "MellumForCausalLM"),
     "mimo2": ("mimo_v2_flash", "MiMoV2FlashForCausalLM"),

@@ -153,6 +153,16 @@ _KIMI_DELTA = {
     "ssm_beta": "self_attn.b_proj",
     "ssm_norm": "self_attn.o_norm",
 }
+_LOW_RANK_DELTA = {
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    **_KIMI_DELTA,
+}
+#: Hyper-connections, whose Hugging Face names have no suffix.
+_HYPER = {
+    f"hc_{part}_{kind}.weight": f"{part}_hc.{kind}"
+    for part in ("attn", "ffn")
+    for kind in ("fn", "base", "scale")
+}
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 OVERRIDES = {
     "gemma2": _SANDWICH,
@@ -340,8 +350,13 @@ OVERRIDES = {
     "kimi-linear": {
         **_LATENT,
         **_shared("shared_experts"),
-        **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
-        **_KIMI_DELTA,
+        **_LOW_RANK_DELTA,
+    },
+    "glm5-next": {
+        **_LATENT,
+        **_shared("shared_experts"),
+        **_INDEXER,
+        **_LOW_RANK_DELTA,
     },
     "bailingmoe3": {
         **_LATENT,
@@ -385,7 +400,7 @@ EXPERTS = {
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             "minimax-01",
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
-            *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3"),
+            *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3", "glm5-next"),
             *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple"),
         ),
         _MLP_EXPERTS,
@@ -393,7 +408,7 @@ EXPERTS = {
 }
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
-    (*_DEEPSEEK, "kimi-linear", "bailingmoe3"),
+    (*_DEEPSEEK, "kimi-linear", "bailingmoe3", "glm5-next"),
     {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
 )
 #: Vectors whose Hugging Face names have no suffix.
@@ -403,6 +418,7 @@ VECTORS = {
 }
 _MAMBA_2_VECTORS = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _GATED_DELTA_VECTORS = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
+_KIMI_VECTORS = {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"}
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 OWN_VECTORS = {
     "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
@@ -445,18 +461,19 @@ OWN_VECTORS = {
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
-    **dict.fromkeys(
-        ("kimi-linear", "bailingmoe3"),
-        {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"},
-    ),
+    **dict.fromkeys(("kimi-linear", "bailingmoe3"), _KIMI_VECTORS),
     "deepseek4": {
         "attn_compressor_ape.weight": "self_attn.compressor.position_bias",
         "indexer_compressor_ape.weight": "self_attn.compressor.indexer.position_bias",
         "ffn_gate_tid2eid.weight": "mlp.gate.tid2eid",
+        **_HYPER,
+    },
+    "glm5-next": {
+        **_KIMI_VECTORS,
+        **_HYPER,
         **{
-            f"hc_{part}_{kind}.weight": f"{part}_hc.{kind}"
-            for part in ("attn", "ffn")
-            for kind in ("fn", "base", "scale")
+            f"indexer_compressor_{part}.weight": f"self_attn.indexer.index_kpool_compress_{part}"
+            for part in ("gate", "ape")
         },
     },
     "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
@@ -472,7 +489,7 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
-    *("step35", "cohere2moe", "bailingmoe3", "deepseek4"),
+    *("step35", "cohere2moe", "bailingmoe3", "deepseek4", "glm5-next"),
 )
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.

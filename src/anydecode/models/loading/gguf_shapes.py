@@ -51,7 +51,7 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         yield "model.z_L_init", (hidden,), True
     if family.has_segments:
         yield "model.embed_segments.weight", (config["type_vocab_size"], hidden), False
-    if family.has_hyper_connections:
+    if family.has_hyper_connections and not config.get("has_mean_stream"):
         for kind, shape in _hyper_shapes(config, (config["hc_mult"],)).items():
             yield f"model.hc_head.hc_{kind}", shape, True
     if family.has_position_table:
@@ -104,6 +104,16 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if not own.get("has_mlp", True):
             mlp = {}
             del vectors["post_attention_layernorm"]
+        if family.has_hyper_connections:
+            for part in ("attn", "ffn"):
+                count = config["hc_mult"]
+                parts = _hyper_shapes(config, (count, count, count * count))
+                for leaf, shape in parts.items():
+                    yield f"{start}{part}_hc.{leaf}", shape, True
+        if config.get("has_block_keys") and "self_attn.indexer.wk" in matrices:
+            dim, size = config["index_head_dim"], config["index_block_size"]
+            for leaf, shape in (("gate", (dim, hidden)), ("ape", (size, dim))):
+                yield f"{start}self_attn.indexer.index_kpool_compress_{leaf}", shape, True
         if family.has_shared_key:
             for name, shape in _shared_key_shapes(config, layer).items():
                 yield start + name, shape, True
@@ -228,12 +238,12 @@ def _indexer_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 
 
 def _shared_key_shapes(config: Config, layer: int) -> dict[str, Shape]:
-    """The shapes of attention whose heads share one key, and of hyper-connections."""
+    """The shapes of attention whose heads share one key."""
     hidden, heads, head, rank, groups = (
         config[key]
         for key in ("hidden_size", "num_attention_heads", "head_dim", "q_lora_rank", "o_groups")
     )
-    width, count = groups * config["o_lora_rank"], config["hc_mult"]
+    width = groups * config["o_lora_rank"]
     shapes: dict[str, Shape] = {
         "self_attn.q_a_proj.weight": (rank, hidden),
         "self_attn.q_a_norm.weight": (rank,),
@@ -243,9 +253,6 @@ def _shared_key_shapes(config: Config, layer: int) -> dict[str, Shape]:
         "self_attn.o_a_proj.weight": (width, heads // groups * head),
         "self_attn.o_b_proj.weight": (hidden, width),
     }
-    for part in ("attn", "ffn"):
-        parts = _hyper_shapes(config, (count, count, count * count))
-        shapes |= {f"{part}_hc.{kind}": shape for kind, shape in parts.items()}
     kind, dim = config["entry_kinds"][layer], config["index_head_dim"]
     if kind == SLIDING:
         return shapes

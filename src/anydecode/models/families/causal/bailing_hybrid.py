@@ -7,7 +7,7 @@ from typing import Any
 
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.patterns import FULL, listed_dense_layers
-from anydecode.models.families.recurrent import BAILING_DELTA
+from anydecode.models.families.recurrent import LIMITED_DELTA
 from anydecode.models.families.values import Config, int_value, num_layers, value_or
 from anydecode.models.limits import refusal
 
@@ -49,7 +49,7 @@ FAMILIES = {
         interleaved_rope=True,
         attention_gate="sigmoid",
         gates_heads=True,
-        recurrent=BAILING_DELTA,
+        recurrent=LIMITED_DELTA,
         derived=_sizes,
         keys={
             "model_max_length": ("max_position_embeddings",),

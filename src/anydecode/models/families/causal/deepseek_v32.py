@@ -9,36 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.models.families.like import family_like
-from anydecode.models.families.patterns import FULL, listed_dense_layers
-from anydecode.models.families.values import Config, int_value, list_value, num_layers
-from anydecode.models.limits import refusal
-
-_TYPES = {"F": "full", "S": "shared"}
+from anydecode.models.families.patterns import FULL, indexer_types, listed_dense_layers
+from anydecode.models.families.values import Config, num_layers
 
 
 def _layers(config: Config) -> dict[str, Any]:
     """Configs of `transformers` call the layers "indexed_attention"."""
     return {
         "layer_types": [FULL] * num_layers(config),
-        "indexer_types": _indexer_types(config),
+        "indexer_types": indexer_types(config),
         **listed_dense_layers(config),
     }
-
-
-def _indexer_types(config: Config) -> list[str]:
-    """Which layers have an indexer, "full": those of a list or a pattern, or every
-    `index_topk_freq`-th one after the first `index_skip_topk_offset` - 1."""
-    types, pattern = list_value(config, "indexer_types", str), config.get("index_topk_pattern")
-    if types is not None:
-        return types
-    if isinstance(pattern, str) and set(pattern) <= set(_TYPES):
-        return [_TYPES[letter] for letter in pattern]
-    if pattern is not None:
-        raise refusal("index_topk_pattern", pattern, "a text of F and S")
-    step = int_value(config, "index_topk_freq", 1)
-    first = int_value(config, "index_skip_topk_offset", 2, low=0) - 1
-    kinds = ("full", "shared")
-    return [kinds[max(layer - first, 0) % step > 0] for layer in range(num_layers(config))]
 
 
 FAMILIES = {
