@@ -49,6 +49,10 @@ class ContextLengthError(InvalidRequestError):
     """The prompt does not fit into the model's context."""
 
 
+class AdapterNotFoundError(InvalidRequestError):
+    """No adapter of this name is loaded."""
+
+
 class MissingPackageError(InvalidRequestError):
     """An optional package is not installed.
 

@@ -13,6 +13,7 @@ pytest.importorskip("fastapi")
 from adapter_files import save_adapter  # noqa: E402
 from anydecode import LLM  # noqa: E402
 from anydecode.certification.tiny import tiny_llm  # noqa: E402
+from anydecode.server.preparation import Preparation  # noqa: E402
 from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
 
 
@@ -66,6 +67,23 @@ def test_adapters_are_loaded_listed_and_unloaded(client: Client, folder: Path) -
     assert posted(client, "unload", "a")[0] == 200
     assert client.http.post(COMPLETIONS, json={"prompt": "a", "model": "a"}).status_code == 404
     assert posted(client, "unload", "a")[0] == 404
+
+
+def test_a_request_whose_adapter_is_unloaded_while_it_is_prepared_is_a_404(
+    llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had come later. Rejects a 400, by which clients would correct the request."""
+    assert posted(client, "load", "a", "lora-1")[0] == 200
+    encode = Preparation.encode
+
+    async def unload_and_encode(*arguments: Any, **options: Any) -> list[int]:
+        llm.remove_adapter("a")
+        return await encode(*arguments, **options)
+
+    monkeypatch.setattr(Preparation, "encode", unload_and_encode)
+    answer = client.http.post(COMPLETIONS, json={"prompt": "b", "model": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
 
 
 @pytest.mark.one_in(3)

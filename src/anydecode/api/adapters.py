@@ -7,7 +7,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import (
+    AdapterNotFoundError,
+    InvalidRequestError,
+    UnsupportedCombinationError,
+)
 from anydecode.models.encoder_tasks import task_named, tasks_of
 
 
@@ -67,7 +71,7 @@ class Adapters:
         """Remove an adapter. Requests that use it end as they would; then its weights are freed.
 
         Raises:
-            InvalidRequestError: There is no adapter of this name.
+            AdapterNotFoundError: There is no adapter of this name.
         """
         with self._lock:
             self.find(name)
@@ -96,9 +100,9 @@ class Adapters:
         return key
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """The adapter called `name`; None for None. Raises `InvalidRequestError`."""
+        """The adapter called `name`; None for None. Raises `AdapterNotFoundError`."""
         adapter = None if name is None else self._tasks.get(name) or self._adapters.get(name)
         if adapter is None and name is not None:
             loaded = ", ".join(self.names) or "none is loaded"
-            raise InvalidRequestError(f"no adapter is called {name!r} ({loaded})")
+            raise AdapterNotFoundError(f"no adapter is called {name!r} ({loaded})")
         return adapter

@@ -659,7 +659,7 @@ class LLM:
         """Remove an adapter. Requests that use it end as they would; then its weights are freed.
 
         Raises:
-            InvalidRequestError: There is no adapter of this name.
+            AdapterNotFoundError: There is no adapter of this name.
         """
         self._adapters.remove(name)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anydecode.errors import (
+    AdapterNotFoundError,
     AnydecodeError,
     ConstraintError,
     ContextLengthError,
@@ -154,6 +155,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="fleet_unavailable", headers=headers)
     if isinstance(error, UnicodeEncodeError):
         return ApiError(400, "the text contains a lone surrogate, which is not a valid character")
+    if isinstance(error, AdapterNotFoundError):  # unloaded while the request was prepared
+        return ApiError(404, str(error), code="model_not_found", param="model")
     if isinstance(error, AnydecodeError):
         return ApiError(400, str(error), code=_code(error), param=_field(str(error)))
     return ApiError(
