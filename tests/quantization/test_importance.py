@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from anydecode.cli.main import app
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.loading import load_checkpoint
-from anydecode.quantization.gguf import quantize_file
+from anydecode.quantization.gguf import FORMATS, quantize_file
 from anydecode.quantization.importance import (
     ImportanceMatrix,
     measure_importance,
     read_importance,
 )
+from anydecode.quantization.mixes import MIXES
 from gguf_models import write_gguf
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, hf_model, logits
@@ -182,9 +183,7 @@ def test_the_command_measures_saves_and_reads(format: str, source: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "format", ["q2_k", "q3_k", "q4_k_m", "q3_k_l", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "q5_0"]
-)
+@pytest.mark.parametrize("format", [*FORMATS, *MIXES])
 def test_llama_cpp_opens_what_is_written(format: str, source: Path) -> None:
     target = source.with_name("small.gguf")
     quantize_file(source, target, format)
