@@ -262,6 +262,21 @@ def test_the_tutorials_show_the_examples() -> None:
     }
 
 
+def test_the_guide_shows_the_families_of_the_package() -> None:
+    """The files that it shows whole and names, and the cases of tests that it names."""
+    page = ROOT / "docs" / "extend" / "model-family.md"
+    folder = ROOT / "src" / "anydecode" / "models" / "families" / "causal"
+    shown = {block.title: block.code for block in blocks(page) if block.title}
+    families = {path.name: path.read_text() for path in folder.glob("*.py")}
+    assert [shown[name] for name in shown if name in families] == [families["plm.py"]]
+    rows = re.findall(r"^\| [^|]+ \| `(\w+\.py)` \|.*\| (?:`([^`]+)` in )?`(tests/[^`]+)` \|$",
+                      page.read_text(), re.M)  # fmt: skip
+    assert len(rows) == 5
+    for file, case, test in rows:
+        assert file in families
+        assert f'"{case}": ' in (ROOT / test).read_text() or not case, case
+
+
 def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text()
     described = set(re.findall(r"^::: anydecode\.(\w+)$", text, re.M))
