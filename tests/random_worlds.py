@@ -112,7 +112,7 @@ _RECURRENT = {
     "rwkv7": partial(rwkv_checkpoint, vocab_size=ByteTokenizer.vocab_size),
     "sambay": sambay_checkpoint,
 }
-_HEADS = ("medusa", "hydra", "blockwise", "clover", "falcon", "chimera", "mtp")
+_HEADS = ("medusa", "hydra", "blockwise", "clover", "clover_2", "falcon", "chimera", "mtp")
 _BLOCKS = ("dflash", "dspark", "dflash2", "peagle", "parallelspec", "pard")
 _STATES = ("eagle", "eagle3", "early_exit", "longspec")
 

@@ -14,12 +14,15 @@ from anydecode.benchmarks.draft_priors import (
     drafter_rounds,
     measure,
     saved_by_top_tokens,
+    shared_bursts,
 )
+from anydecode.certification.oracles.speculative.auto import BatchCosts
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.cli.main import app
 from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, DraftRecord, ModelSource
+from anydecode.kernels.library import load_library
 from anydecode.models.scripted import ByteTokenizer
 
 
@@ -72,7 +75,8 @@ def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     found = json.loads(target.read_text())
     assert found["tokens"] == 8
-    assert set(found["rates"]) == set(found["rounds"]) == set(found["saved"]) == {"0.0", "0.8"}
+    for name in ("rates", "rounds", "company", "saved"):
+        assert set(found[name]) == {"0.0", "0.8"}
 
 
 def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +88,20 @@ def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) 
     assert found["seconds"] == pytest.approx(found["drafts"] * found["seconds_per_draft"])
     with tiny_llm() as llm:
         assert drafter_rounds(llm, [[97, 98]], 16, 0.0)["rounds"] == 0
+
+
+@pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
+def test_drafts_in_company_are_those_of_bursts_that_all_ask_for_some() -> None:
+    prompts = [list(b"one two three one two three one"), [97, 98], [99], list(b"tick tock tick")]
+    with tiny_llm() as llm:
+        llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
+        found = shared_bursts(llm, [*prompts, [100]], 64, 0.0)
+        assert found["passes"] > 40 and 0 < found["share"] <= 1
+        assert 0 < found["accepted"] <= found["drafts"]
+        # No draft saves time where every row costs a pass, and a single prompt makes no group.
+        llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * rows, llm)
+        assert shared_bursts(llm, prompts, 16, 0.0)["passes"] == 0
+        assert shared_bursts(llm, prompts[:3], 16, 0.0)["passes"] == 0
 
 
 def test_recording_top_tokens_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:

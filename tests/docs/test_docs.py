@@ -24,12 +24,14 @@ import pytest
 import typer
 
 import anydecode
+from anydecode import catalogue
 from anydecode.cli import bench, main
 from anydecode.cli.train.recipes import RecipeGroup
 from anydecode.decoders.depth.dynamax import Dynamax
 from anydecode.decoders.depth.first_router import FirstRouter
 from anydecode.decoders.depth.specee import SpecEe
 from anydecode.decoders.depth.tide import Tide
+from anydecode.errors import InvalidRequestError
 from anydecode.models.layer_routers import LayerRouters
 from anydecode.models.mlp_routers import MlpRouters
 from registries import modules_of
@@ -244,6 +246,18 @@ def test_commands_that_make_trained_parts_exist() -> None:
     made = [FirstRouter, SpecEe, Tide, Dynamax, LayerRouters, MlpRouters]
     for one in made:
         assert unknown_command(f"anydecode train {one.command}") is None, one
+
+
+def test_commands_that_train_what_is_no_recipe_of_drafters_exist() -> None:
+    pytest.importorskip("torch")
+    from anydecode.training.drafters import OTHERS, RECIPES, find_recipe
+
+    assert not OTHERS.keys() & RECIPES.keys()
+    for key, command in OTHERS.items():
+        assert unknown_command(f"anydecode train {command}") is None, key
+        assert key in catalogue.entries()
+        with pytest.raises(InvalidRequestError, match=f"is trained by `anydecode train {command}`"):
+            find_recipe(key)
 
 
 def test_the_tutorials_show_the_examples() -> None:

@@ -4,6 +4,8 @@ those of the rule that `auto` follows outside bursts."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from threading import Thread
 from typing import Any
 
@@ -17,7 +19,7 @@ from anydecode.certification.tiny import tiny_llm
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.speculative import auto
 from anydecode.decoders.speculative.auto import FIRST_BURST_PASSES, Auto
-from anydecode.decoders.speculative.draft_sources import CopySource
+from anydecode.decoders.speculative.draft_sources import CopySource, SharedDrafts
 from anydecode.engine import costs
 from anydecode.engine.plan import Plan
 from anydecode.kernels.cache import KeyValues
@@ -135,6 +137,37 @@ def test_an_interrupted_burst_ends_after_its_present_step(
         llm.engine.check_integrity()
 
 
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_drafts_of_a_prediction_are_counted_in_bursts(num_others: int) -> None:
+    """As many as the trace has tokens that the prediction has behind the same two."""
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 60, "temperature": 0.7, "seed": 3}
+    with native_llm() as llm:
+        llm.cost_model = BatchCosts(lambda rows, _: 1e-3 * (1 + 0.002 * rows), llm)
+        plain = llm.generate(PROMPTS[2], decoder="autoregressive", **options)
+        others = [
+            llm.request(prompt, decoder="auto", **options)
+            for prompt in TOGETHER[3 : 3 + num_others]
+        ]
+        request = llm.request(
+            PROMPTS[2], decoder="auto", prediction=plain.tokens, trace=True, **options
+        )
+        for one in [request, *others]:
+            llm.start(one, background=False)
+        llm.driver.advance(lambda: all(one.done for one in [request, *others]))
+        answer, prompt = request.generation(), llm.encode(PROMPTS[2])
+    assert answer.tokens == plain.tokens
+    known, text = [*prompt[-20:], *plain.tokens], list(prompt)
+    triples, counts = set(zip(known, known[1:], known[2:], strict=False)), [0, 0]
+    for step in answer.trace or ():
+        for number, token in enumerate(step["drafted"]):
+            before = [*text, *step["drafted"][:number]][-2:]
+            counts[number not in step["accepted"]] += (*before, token) in triples
+        text += step["tokens"]
+    stats = answer.stats
+    assert [stats.num_accepted_predictions, stats.num_rejected_predictions] == counts
+    assert counts[0] > 10
+
+
 def test_what_another_thread_submits_ends_the_burst_that_runs() -> None:
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 40, "decoder": "multi-step"}
     with native_llm() as llm:
@@ -172,7 +205,7 @@ TOGETHER = [*PROMPTS, "abc abd abc abd abc", "tick tock tick"]
 def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto, "MIN_DRAFTED", -1.0)  # all bursts have drafts
+    monkeypatch.setattr(SharedDrafts, "pays", lambda *_: True)  # all bursts have drafts
     found, apart, unweighted = [], [], []
     for temperature in (0.0, 0.3, 0.7):
         options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 120}
@@ -204,19 +237,55 @@ def test_texts_in_company_are_those_without_drafts_and_share_one_budget(
     assert num_apart and num_unweighted
 
 
-def test_bursts_in_company_rarely_ask_for_drafts_that_are_rarely_useful(
+def test_bursts_in_company_rarely_ask_for_drafts_that_save_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 200}
     asked, texts = [], []
-    for least in (-1.0, 2.0):  # any share of useful drafts suffices, or none
-        monkeypatch.setattr(auto, "MIN_DRAFTED", least)
+    for seconds in (0.0, 1.0):  # of preparing them
+        monkeypatch.setattr(auto, "perf_counter", partial(next, count(0, seconds)))
         with native_llm() as llm, recorded_calls(llm) as calls:
             llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
             answers = llm.generate(TOGETHER, decoder="auto", **options)
         texts.append([answer.tokens for answer in answers])
         asked.append(sum(bool(one.drafts.texts) for bursts in calls for one in bursts))
     assert texts[0] == texts[1]
+    assert 0 < asked[1] < 0.7 * asked[0]
+
+
+def test_drafts_in_company_pay_if_they_save_more_than_preparing_them_takes() -> None:
+    shared = SharedDrafts(share=0.5, drafts=4.0, accepted=2.0)
+    for seconds in (3e-4, 1e-4):  # half of a shorter time counts, and a tenth of a longer one
+        shared.record([1, 1], 0, seconds)
+    assert shared.seconds == pytest.approx(1.25e-4)
+    shared.record([1], 0, 2.25e-4)
+    assert shared.seconds == pytest.approx(1.35e-4)
+    assert (shared.drafts, shared.accepted) == (4.0, 2.0)
+    assert shared.share == pytest.approx(0.5 * 0.98**3)
+    # A useful draft saves 2 tokens and takes 4 rows.
+    assert shared.pays(0.2, 4.5e-4, 0.5e-4) and not shared.pays(0.19, 4.5e-4, 0.5e-4)
+    assert not shared.pays(1.0, 1e-4, 0.5e-4)
+    shared.record([8, 1, 22, 1], 24, 1.35e-4)  # 14 drafts and 12 accepted ones in two passes
+    assert (shared.drafts, shared.accepted) == pytest.approx((4.2, 2.2))
+
+
+def test_a_new_sequence_in_company_begins_with_what_others_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After texts without a useful draft, one that begins asks for few. What texts bring themselves
+    does not count here."""
+    options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100}
+    monkeypatch.setattr(auto, "DRAFTED_RATE", 0.0)
+    monkeypatch.setattr(SharedDrafts, "record", lambda *_: None)
+    asked = []
+    for share in (1.0, 0.0):
+        decoder = Auto()
+        for shared in decoder.shared_drafts.values():
+            shared.share, shared.seconds = share, 1e-9
+        with native_llm() as llm, recorded_calls(llm) as calls:
+            llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
+            llm.generate(TOGETHER, decoder=decoder, **options)
+        asked.append(sum(bool(one.drafts.texts) for bursts in calls for one in bursts))
     assert 0 < asked[1] < 0.7 * asked[0]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier, Thread
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +117,40 @@ def test_costs_by_threads_are_measured_once(
         seconds = [table.seconds(16, 300, threads) for threads in (1, 2, 3, 4, 5, 6)]
         assert seconds == pytest.approx([24, 12, 8, 6, 4.8, 4])
     assert measured == [(threads, (1, 16), (256,)) for threads in (1, 2, 4, 6)]
+
+
+def test_threads_measure_one_after_the_other_and_a_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three models, of which each of two has two users, as two `LLM`s on one model."""
+    models: list[Any] = []
+    for name in "abc":
+        (tmp_path / name).touch()
+        executor = SimpleNamespace(threads=1, threads_in_use=1)
+        models.append(SimpleNamespace(path=str(tmp_path / name), executor=executor))
+    measured, running, most, start = list[Any](), list[Any](), list[int](), Barrier(5)
+
+    def measure(model: Any, *args: Any, **options: Any) -> CostTable:
+        running.append(model)
+        sleep(0.05)  # for the others to begin
+        most.append(len(running))
+        running.remove(model)
+        measured.append(model)
+        return default_table()
+
+    def use(index: int) -> None:
+        start.wait()
+        load = costs.load_by_threads if index == 2 else costs.load
+        load(models[index], tmp_path / "folder")
+
+    monkeypatch.setattr(costs, "measure", measure)
+    threads = [Thread(target=use, args=(index,)) for index in (0, 0, 1, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(most) == {1}
+    assert sorted(model.path for model in measured) == sorted(model.path for model in models)
 
 
 def test_costs_by_threads_need_a_file() -> None:

@@ -1,6 +1,6 @@
 """`anydecode bench draft-priors`: how often copies from the text and the model's own most probable
-tokens are right, what recording these saves, and what its drafter brings, on prompts and answers
-that the model writes itself.
+tokens are right, what recording these saves, and what its drafter and drafts in company bring, on
+prompts and answers that the model writes itself.
 
 `auto`, `token-recycling` and `stand` begin with rates of these kinds.
 """
@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from anydecode.api.llm import LLM
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative.auto import Auto
-from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, class_of
+from anydecode.decoders.speculative.draft_sources import (
+    MATCH_LENGTHS,
+    SHARED_PRIORS,
+    SharedDrafts,
+    class_of,
+)
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
@@ -27,6 +33,8 @@ from anydecode.training.generated import generate_prompts
 NUM_RANKS = 8
 #: The temperatures of greedy and of sampled texts.
 TEMPERATURES = (0.0, 0.8)
+#: Prompts that are answered together, for what drafts in company bring.
+TOGETHER = 4
 
 
 class Rates:
@@ -191,6 +199,51 @@ def saved_by_top_tokens(
     return 1 - single / several
 
 
+class _EveryBurst(SharedDrafts):
+    """Drafts in company that are prepared for every burst in which one may save time.
+
+    Attributes:
+        counts: Of all bursts, the passes, those with a draft, the drafted and the accepted tokens.
+    """
+
+    def __init__(self, share: float, drafts: float, accepted: float) -> None:
+        super().__init__(share, drafts, accepted)
+        self.counts = np.zeros(4, np.int64)
+
+    def record(self, rows: Seq[int], accepted: int, seconds: float) -> None:
+        num_drafted = sum(count > 1 for count in rows)
+        self.counts += len(rows), num_drafted, sum(rows) - len(rows), accepted
+
+    def pays(self, num_drafted: float, token_seconds: float, row_seconds: float) -> bool:
+        return True
+
+
+def shared_bursts(
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
+) -> dict[str, float]:
+    """What drafts within bursts in company bring where `auto` asks for some in every burst: the
+    number of a sequence's passes, the share of them with a useful draft, and the means of its
+    tokens and of the accepted ones. `TOGETHER` prompts are answered together; decoders and caches
+    are cleared before each group."""
+    counts = np.zeros(4, np.int64)
+    decoder = Auto(max_model_drafts=0)
+    for first in range(0, len(prompts) - TOGETHER + 1, TOGETHER):
+        llm.clear()
+        decoder.clear()
+        found = {greedy: _EveryBurst(*prior) for greedy, prior in SHARED_PRIORS.items()}
+        decoder.shared_drafts = dict(found)
+        group = [list(prompt) for prompt in prompts[first : first + TOGETHER]]
+        llm.generate(group, decoder=decoder, max_tokens=tokens, temperature=temperature, seed=1)
+        counts += found[temperature == 0].counts
+    passes, drafted, drafts, accepted = counts.tolist()
+    return {
+        "passes": passes,
+        "share": drafted / max(1, passes),
+        "drafts": drafts / max(1, drafted),
+        "accepted": accepted / max(1, drafted),
+    }
+
+
 def show(result: dict[str, Any]) -> None:
     """Print the rates as tables."""
     print(f"{result['model']}: {result['prompts']} prompts, answers of {result['tokens']} tokens")
@@ -219,6 +272,12 @@ def show(result: dict[str, Any]) -> None:
             f" {found['drafts']:.2f} drafts, {found['accepted']:.2f} of them accepted; drafting"
             f" takes {found['seconds']:.2f} passes, {found['seconds_per_draft']:.3f} per draft"
         )
+    for temperature, found in result["company"].items():
+        print(
+            f"T={temperature}: {TOGETHER} answers together: {found['share']:.3f} of"
+            f" {found['passes']} passes of an answer have a useful draft, of {found['drafts']:.2f}"
+            f" tokens, {found['accepted']:.2f} of them accepted"
+        )
     for temperature, share in result["saved"].items():
         print(f"T={temperature}: recording top tokens saves {100 * share:.1f}% of the passes")
 
@@ -236,8 +295,9 @@ def bench_draft_priors(
 ) -> None:
     """Acceptance rates of drafts that need no model: copies by the length of the match, and the
     most probable tokens of earlier passes, in greedy and in sampled texts; what rounds with drafts
-    of the model's drafter bring, if it has one; and the passes that recording the most probable
-    tokens saves. The model writes its prompts itself, every fourth of many lines.
+    of the model's drafter bring, if it has one, and drafts in company; and the passes that
+    recording the most probable tokens saves. The model writes its prompts itself, every fourth of
+    many lines.
 
     Example: anydecode bench draft-priors --prompts 16
     """
@@ -256,6 +316,7 @@ def bench_draft_priors(
                 for one in TEMPERATURES
                 if DRAFT in llm.engine.runners
             },
+            "company": {str(one): shared_bursts(llm, texts, tokens, one) for one in TEMPERATURES},
             "saved": {
                 str(one): saved_by_top_tokens(llm, texts, tokens, one) for one in TEMPERATURES
             },

@@ -89,7 +89,7 @@ def blockwise_checkpoint(
     return Checkpoint("blockwise", Path("blockwise"), config, tensors)
 
 
-def clover_checkpoint(
+def clover_2_checkpoint(
     target: Network, *, seed: int = 0, heads: int = 5, layers: int = 2, own_table: bool = True
 ) -> Checkpoint:
     """A random drafter in the layout of Clover-2, with embeddings of its own if `own_table`. It
@@ -129,10 +129,10 @@ def clover_checkpoint(
     return _clover(target, heads, layers, tensors)
 
 
-def first_clover_checkpoint(
+def clover_checkpoint(
     target: Network, *, seed: int = 0, heads: int = 3, layers: int = 1
 ) -> Checkpoint:
-    """A random drafter of Clover, which often agrees as `clover_checkpoint` does."""
+    """A random drafter of Clover, which often agrees as `clover_2_checkpoint` does."""
     hidden, matrix = target.spec.hidden_size, random_matrices(seed)
     one, common = np.eye(hidden, dtype=np.float32), 8 * matrix(1, hidden)[0]
     tensors = {

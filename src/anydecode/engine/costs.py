@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 CONTEXTS = (256, 1024)
 ROUNDS = 3
+#: Held by the thread that measures: models of one process would be measured beside each other, and
+#: two for one model would write the same file.
+_MEASURING = Lock()
 #: Approximate maximum duration of a measurement in seconds; slow models are measured at fewer
 #: points.
 MAX_SECONDS = 3.0
@@ -114,15 +117,18 @@ def load(model: Model, folder: Path | None = None) -> CostTable:
     A table measured on a busy machine is used until a process finds the machine idle. Models that
     were not loaded from a file get the default table.
     """
-    found = getattr(model, "cost_table", None)
-    if found is None:
-        if getattr(model, "path", None):
-            found = _stored(identity(model), lambda: measure(model), folder)
-        else:
-            found = default_table()
-        model.cost_table = found  # type: ignore[attr-defined]
-    table: CostTable = found
-    return table
+    found: CostTable | None = getattr(model, "cost_table", None)
+    if found is not None:
+        return found
+    with _MEASURING:
+        found = getattr(model, "cost_table", None)
+        if found is None:
+            if getattr(model, "path", None):
+                found = _stored(identity(model), lambda: measure(model), folder)
+            else:
+                found = default_table()
+            model.cost_table = found  # type: ignore[attr-defined]
+    return found
 
 
 def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | None:
@@ -141,13 +147,14 @@ def load_by_threads(model: Any, folder: Path | None = None) -> ThreadCosts | Non
     def measured() -> CostTable:
         return measure(model, (ROWS[0], ROWS[-1]), CONTEXTS[:1], clock=lambda model: perf_counter())
 
-    in_use = executor.threads_in_use
-    try:
-        for count in sorted(counts):
-            executor.threads_in_use = count
-            tables[count] = _stored({**known, "threads_in_use": count}, measured, folder)
-    finally:
-        executor.threads_in_use = in_use
+    with _MEASURING:
+        in_use = executor.threads_in_use
+        try:
+            for count in sorted(counts):
+                executor.threads_in_use = count
+                tables[count] = _stored({**known, "threads_in_use": count}, measured, folder)
+        finally:
+            executor.threads_in_use = in_use
     return ThreadCosts(tables)
 
 

@@ -61,17 +61,6 @@ def test_certificate_rejects_any_confident_token(monkeypatch: Patch) -> None:
     assert_rejected("mars")
 
 
-def test_certificate_rejects_repeated_tokens(monkeypatch: Patch) -> None:
-    own = Mars._tokens
-
-    def tokens(self: Mars, sequence: Sequence, scores: Any, mask: int) -> list[int]:
-        self.repeats = True
-        return own(self, sequence, scores, mask)
-
-    monkeypatch.setattr(Mars, "_tokens", tokens)
-    assert_rejected("mars")
-
-
 def test_certificate_rejects_masks_that_predict_masks(monkeypatch: Patch) -> None:
     own = Mars._tokens
     monkeypatch.setattr(

@@ -195,6 +195,37 @@ def test_certificate_rejects_acceptances_behind_the_first_rejection(
     assert_rejected("omnidraft")
 
 
+def test_certificate_rejects_drafts_without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        omnidraft._Session, "_choose", lambda self, row, draft_bytes: int(row.argmax())
+    )
+    assert_rejected("omnidraft")
+
+
+def test_certificate_rejects_the_noise_of_the_draft_models_own_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def own(self: Any, row: np.ndarray, draft_bytes: list[bytes]) -> int:
+        position = self.sequence.length + len(draft_bytes)
+        return int(self.sequence.sample(self.sequence.sampler.fork(), row, position))
+
+    monkeypatch.setattr(omnidraft._Session, "_choose", own)
+    assert_rejected("omnidraft")
+
+
+def test_certificate_rejects_noise_under_the_rule_for_chosen_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = OmniDrafter.__init__
+
+    def sharing(self: Any, *given: Any, **options: Any) -> None:
+        own(self, *given, **options)
+        self.shares_noise = True
+
+    monkeypatch.setattr(OmniDrafter, "__init__", sharing)
+    assert_rejected("omnidraft")
+
+
 @pytest.mark.parametrize("bound", [0, 1.5])
 def test_a_bound_out_of_range_is_refused(bound: float) -> None:
     with pytest.raises(InvalidRequestError, match=f"bound is {bound}"):

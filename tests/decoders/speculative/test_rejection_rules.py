@@ -40,9 +40,9 @@ from anydecode.certification.tiny_blocks import (
 from anydecode.certification.tiny_heads import (
     blockwise_checkpoint,
     chimera_checkpoint,
+    clover_2_checkpoint,
     clover_checkpoint,
     falcon_checkpoint,
-    first_clover_checkpoint,
     hydra_checkpoint,
     medusa_checkpoint,
     mtp_checkpoint,
@@ -115,8 +115,8 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
     "medusa": ("medusa", medusa_checkpoint),
     "hydra": ("hydra", hydra_checkpoint),
     "blockwise": ("blockwise", blockwise_checkpoint),
-    "clover-2": ("clover", clover_checkpoint),
-    "clover": ("clover", first_clover_checkpoint),
+    "clover-2": ("clover-2", clover_2_checkpoint),
+    "clover": ("clover", clover_checkpoint),
     "chimera": ("chimera", chimera_checkpoint),
     "mtp": ("mtp", mtp_checkpoint),
 }
@@ -124,6 +124,7 @@ DRAFTERS: dict[str, tuple[str, Callable[..., Checkpoint]]] = {
 ONE_RULE = {
     "auto",
     "lenient-sampling",
+    "lud",
     "mars",
     "top-m-acceptance",
     "typical-acceptance",

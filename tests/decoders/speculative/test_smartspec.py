@@ -70,6 +70,25 @@ def test_a_goodput_of_one_sequence_alone_is_rejected(monkeypatch: pytest.MonkeyP
     assert_rejected("smartspec")
 
 
+@pytest.mark.parametrize("part", ["tokens", "rows"])
+def test_a_goodput_without_sequences_of_other_decoders_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def without(self: RunningSet, sequence: Sequence, size: int) -> float:
+        num_own = len(self.running)
+        others = max(0, sequence.cost_model.num_others() + 1 - num_own)
+        tokens = sum(goodput.expected_tokens(one.rate, size) for one in self.running.values())
+        rows, lengths = num_own * (size + 1), [running.length for running in self.running]
+        if part == "tokens":
+            rows += others
+        else:
+            tokens += others
+        return tokens / self.costs.cost(sequence, rows, lengths, num_own * size)
+
+    monkeypatch.setattr(RunningSet, "goodput", without)
+    assert_rejected("smartspec")
+
+
 def test_a_context_summed_over_the_sequences_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = goodput.DraftCosts.cost
     monkeypatch.setattr(

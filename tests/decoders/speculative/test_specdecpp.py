@@ -94,6 +94,14 @@ def test_certificate_rejects_a_head_that_is_never_trained(monkeypatch: Patch) ->
     assert_rejected("specdec++")
 
 
+@pytest.mark.parametrize(("name", "value"), [("STEPS", 15), ("STEPS", 32), ("BATCH", 64)])
+def test_certificate_rejects_more_or_less_training(
+    monkeypatch: Patch, name: str, value: int
+) -> None:
+    monkeypatch.setattr(acceptance_head, name, value)
+    assert_rejected("specdec++")
+
+
 def test_certificate_rejects_rejections_that_count_once(monkeypatch: Patch) -> None:
     monkeypatch.setattr(acceptance_head, "REJECTION_WEIGHT", 1.0)
     assert_rejected("specdec++")

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 
 from anydecode.certification.oracles.speculative.clover import regression  # noqa: E402
 from anydecode.models.clover import load_clover  # noqa: E402
-from anydecode.training.drafters.clover import Clover, FirstClover  # noqa: E402
+from anydecode.training.drafters.clover import Clover, Clover2  # noqa: E402
 from anydecode.training.drafters.learner import Learner  # noqa: E402
 from learners import TinyLearner  # noqa: E402
 
-BOTH = pytest.mark.parametrize("recipe", [Clover, FirstClover])
+BOTH = pytest.mark.parametrize("recipe", [Clover2, Clover])
 
 
 def equals_oracle(recipe: type[Learner], folder: Path) -> bool:
@@ -54,7 +54,7 @@ def test_states_after_the_final_norm_differ(
 def test_the_loss_of_clover_is_the_cross_entropy_of_the_texts_tokens(tmp_path: Path) -> None:
     """By the oracle's logits, of the positions whose token can be drafted; a distribution of the
     target in place of the token would give another loss."""
-    tiny = TinyLearner(FirstClover, 3)
+    tiny = TinyLearner(Clover, 3)
     checkpoint = tiny.checkpoint(tmp_path, has_head=False)
     tokens, answer = tiny.tokens, tiny.batch.is_answer[0].tolist()
     losses = tiny.learner.losses(tiny.batch, torch.Generator().manual_seed(3))

@@ -253,7 +253,7 @@ def train_masks(
             "--masks",
             min=1,
             help="Number of masks, which predict a token each. Default: 2; with --units 3, as many"
-            " as mars has by default.",
+            " as lud has by default.",
         ),
     ] = None,
     groups: Annotated[
@@ -282,8 +282,8 @@ def train_masks(
     json: options.Json = False,
 ) -> None:
     """Train a model to predict several tokens at mask tokens behind its text, for the decoders
-    space and mars, or with --units the lexical units of LUD, for mars. A run with the same --out is
-    resumed. The model is in the folder "model" of --out.
+    space and mars, or with --units lexical units, for lud. A run with the same --out is resumed.
+    The model is in the folder "model" of --out.
 
     Example: anydecode train masks --minutes 60 --out my-model --plot curve.svg
     """
@@ -514,7 +514,7 @@ def train_drafter(
         str,
         typer.Option(
             "--recipe",
-            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, clover-1, chimera,"
+            help="eagle-3, eagle, medusa, hydra, hydra++, blockwise, clover, clover-2, chimera,"
             " falcon, dflash, dspark, p-eagle, parallelspec, early-exit, kangaroo or longspec.",
         ),
     ] = "eagle-3",

@@ -48,12 +48,14 @@ from anydecode.decoders.speculative.draft_choice import (
 from anydecode.decoders.speculative.draft_sources import (
     MAX_BURST_TOKENS,
     PRIORS,
+    SHARED_PRIORS,
     SUCCESSOR_PRIORS,
     TRIAL_SHARE,
     AcceptanceRates,
     CopySource,
     LearnedDrafts,
     ModelSource,
+    SharedDrafts,
     SuccessorPredictor,
     num_accepted,
 )
@@ -96,10 +98,10 @@ ROUND_RATE, CALL_RATE = 0.05, 0.1
 #: Weight of a multi-step burst in company in the average of their numbers of steps, and of a search
 #: for a draft in that of those that find one.
 SHARED_RATE = 0.1
-#: The share of a sequence's bursts in company in which the backend finds a useful draft: its
-#: initial value, the weight of a burst in its average, the share above which every burst asks for
-#: drafts, and the maximum number of bursts without drafts between two that ask, below it.
-FIRST_DRAFTED, DRAFTED_RATE, MIN_DRAFTED, MAX_SKIPPED = 0.3, 0.1, 0.2, 16
+#: Weight of a burst in company in the average share of passes in which the backend finds a useful
+#: draft of a sequence, and the maximum number of bursts without drafts between two that ask for
+#: some, where these save less than preparing them takes.
+DRAFTED_RATE, MAX_SKIPPED = 0.1, 16
 #: After so many rounds in company in which the backend has not drafted, only one in
 #: `TRIAL_INTERVAL` asks for it.
 MAX_REFUSED, TRIAL_INTERVAL = 64, 16
@@ -158,7 +160,9 @@ class _Session:
         self._seconds_per_sequence = 0.0  # the same, per sequence in the pass
         self._min_useful_probability = 0.0  # of the most probable node of a draft
         self._costs_key = (-1, -1)
-        self._drafted_share = FIRST_DRAFTED  # of bursts in company: those with a useful draft
+        self._shared_drafts = decoder.shared_drafts[sequence.sampler.is_greedy]
+        # Of this sequence's passes in company: those with a useful draft.
+        self._drafted_share = self._shared_drafts.share
         self._num_to_skip, self._num_skipped = 0, 1  # bursts in company without drafts
         self._has_skipped = False  # such a burst since the text was read
         # The costs of passes in company, the least probability of a draft that saves time in them,
@@ -333,8 +337,9 @@ class _Session:
 
     def _shared_bursts(self) -> Decoding:
         """Generate tokens in bursts with other sequences, as long as there are some. The backend
-        drafts copies for all of them with one budget. Where it has rarely found a useful draft, it
-        drafts in one of several bursts, at least one of `MAX_SKIPPED + 1`."""
+        drafts copies for all of them with one budget. Where drafts are expected to save less than
+        preparing them takes, it drafts in one of several bursts, at least one of `MAX_SKIPPED +
+        1`."""
         sequence, decoder, cost_model = self.sequence, self._decoder, self.cost_model
         if self.model is not None:
             self.model.pause(True)
@@ -349,6 +354,7 @@ class _Session:
                 costs = np.array(self._shared_costs)
                 given = self._texts(room), costs, 1.0, MIN_PROBABILITY
                 drafts = BurstDrafts(*given, max_passes=MAX_BURST_TOKENS)
+                seconds = perf_counter() - start_time
             else:
                 min_count = MIN_EMITTED
             self._has_skipped |= drafts is None
@@ -356,6 +362,8 @@ class _Session:
             tokens = yield request
             if self.model is not None:
                 self.model.skip(len(tokens))
+            if drafts is not None:
+                self._count_predictions(drafts, tokens)
             if sequence.trace is not None:
                 if drafts is not None and drafts.rows:
                     self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
@@ -363,8 +371,10 @@ class _Session:
                     self._trace_undrafted(tokens, (perf_counter() - start_time) / len(tokens))
             sequence.emit(tokens, request.sampler)
             if drafts is not None:
+                start_time = perf_counter()
                 self._follow(drafts, tokens)
-                self._record_shared(drafts)
+                seconds += perf_counter() - start_time
+                self._record_shared(drafts, len(tokens), seconds)
                 if not decoder.shares_bursts:
                     return
 
@@ -405,17 +415,27 @@ class _Session:
         for source, found in zip(self.sources, drafts.matches, strict=True):
             source.follow(found)
 
-    def _record_shared(self, drafts: BurstDrafts) -> None:
-        """Record whether the backend has found a useful draft in a burst in company, and choose
-        when to ask for drafts again. What drafts have saved says less: it differs much from burst
-        to burst, and by the rates of their sources they are useful on the mean."""
-        num_passes = len(drafts.rows)
+    def _record_shared(self, drafts: BurstDrafts, num_tokens: int, seconds: float) -> None:
+        """Record what drafts have brought in a burst in company, and choose when to ask for drafts
+        again. How often this sequence has a useful one is its own; what such drafts save differs
+        much from burst to burst, and is taken from those of all sequences.
+
+        Args:
+            drafts: The drafts of the burst.
+            num_tokens: Its tokens.
+            seconds: The time of preparing and reading the drafts.
+        """
+        rows, num_passes, costs = drafts.rows, len(drafts.rows), drafts.costs
         self._decoder.record_sharing(num_passes > 0)
         if not num_passes:
             return
-        has_drafts = sum(drafts.rows) > num_passes
-        self._drafted_share += DRAFTED_RATE * (has_drafts - self._drafted_share)
-        if self._drafted_share > MIN_DRAFTED:
+        self._shared_drafts.record(rows, max(0, num_tokens - num_passes), seconds)
+        share = sum(count > 1 for count in rows) / num_passes
+        self._drafted_share += DRAFTED_RATE * (share - self._drafted_share)
+        num_drafted = self._drafted_share * num_passes
+        token_seconds = drafts.weight * costs[0] / (self.cost_model.num_others() + 1)
+        row_seconds = float(((costs[1:] - costs[0]) / np.arange(1, len(costs))).min())
+        if self._shared_drafts.pays(num_drafted, token_seconds, row_seconds):
             self._num_skipped = 1
         else:
             self._num_skipped = self._num_to_skip = min(2 * self._num_skipped, MAX_SKIPPED)
@@ -454,6 +474,7 @@ class _Session:
             self.model.observe_burst(drafter, drafts, tokens_of_steps)
         elif self.model is not None:
             self.model.skip(len(tokens))
+        self._count_predictions(drafts, tokens)
         if sequence.trace is not None:
             self._trace_burst(drafts, tokens_of_steps)
             if not drafts.rows:  # the backend has not drafted
@@ -476,6 +497,19 @@ class _Session:
         return model.in_burst(
             rate, self._passes[0], self._decoder.max_model_drafts, MAX_BURST_TOKENS
         )
+
+    def _count_predictions(self, drafts: BurstDrafts, tokens: Seq[int]) -> None:
+        """Count the drafts of a burst that the caller's prediction of the answer has. `tokens`:
+        those of the burst, which were not emitted yet."""
+        prediction = self.sequence.prediction
+        if prediction is None:
+            return
+        text = self.sequence.all_tokens[-2:]
+        steps = _tokens_of_steps(drafts.drafts, tokens)
+        for draft, following in zip(drafts.drafts, steps, strict=True):
+            accepted = range(num_accepted(draft, following))
+            prediction.record(text, TokenTree.chain(draft), accepted)
+            text = [*text, *following][-2:]
 
     def _trace_burst(self, drafts: BurstDrafts, tokens_of_steps: Seq[Seq[int]]) -> None:
         """Record each step of a burst."""
@@ -660,9 +694,9 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " the most probable source: copies or, for a sequence that runs alone, those of a"
             " drafter that reads the target's states",
             "in such bursts beside other sequences a draft need not gain 2 %, but drafts are"
-            " prepared only now and then for sequences that rarely have a useful one; unless"
-            " requests wait, the tokens of a sequence count for what they save: its row, or the"
-            " pass if it ends last",
+            " prepared only now and then for sequences in which they are expected to save less"
+            " than preparing them takes, both as measured; unless requests wait, the tokens of a"
+            " sequence count for what they save: its row, or the pass if it ends last",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
@@ -722,6 +756,9 @@ class Auto(Decoder):
             for greedy, prior in PRIORS.items()
         }
         self.learned_drafts = {greedy: LearnedDrafts() for greedy in PRIORS}
+        self.shared_drafts = {
+            greedy: SharedDrafts(*prior) for greedy, prior in SHARED_PRIORS.items()
+        }
         self.prediction_rates = {greedy: AcceptanceRates(prior) for greedy, prior in PRIORS.items()}
 
     def record_step(self, seconds: float, pass_seconds: float) -> None:

@@ -3,8 +3,7 @@ confident.
 
 Jin et al., "MARS: Enabling Autoregressive Models Multi-Token Generation", arXiv:2604.07023. The
 model was trained with blocks of masks, which see each other and the text before them causally. Its
-ancestor is Lexical Unit Decoding: Sun et al., "Decoding at the Speed of Thought: Harnessing
-Parallel Decoding of Lexical Units for LLMs", arXiv:2405.15208.
+ancestor is Lexical Unit Decoding (`lud.py`).
 
 A pass has the last token and `block` - 1 masks. The row of the last token predicts the next token,
 that of each mask the token after its position. The first token is always kept, the others from left
@@ -31,17 +30,12 @@ METRICS = Words(("probability", "entropy", "margin"))
     Card(
         "mars",
         "speculative",
-        paper="MARS (arXiv:2604.07023), Lexical Unit Decoding, LUD (arXiv:2405.15208)",
+        paper="MARS (arXiv:2604.07023)",
         exactness="lossy",
         summary="Mask tokens predict several tokens per pass, kept from left to right while sure.",
         needs=("mask token",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "LUD is the same decoding with the probability as confidence, its threshold as"
-            " threshold, and masks for its placeholders; anydecode train masks --units trains it",
-            "LUD's rule against repetition was not found in full: with repeats=False a pass ends"
-            " before a mask's token that equals the one before it, and the next pass generates this"
-            " token from the text alone, where it may repeat",
             "the last mask of the paper's block is left out, since its row is not read",
             "no mask's row gives the mask token again",
             "the masks move with the text, as in the paper's sampler with a sliding window; its"
@@ -50,8 +44,7 @@ METRICS = Words(("probability", "entropy", "margin"))
             " masks and takes every rule",
             "a sampler's token at T > 0 has the noise of plain decoding at its position",
             "anydecode train masks trains an adapter with groups of masks behind random tokens of"
-            " the model's own answers, or with --units where a lexical unit of LUD follows; the"
-            " papers train all weights, that of MARS on [masked | clean] texts",
+            " the model's own answers; the paper trains all weights on [masked | clean] texts",
         ),
         bounds={"block": Range(1, 256)},
         remote={"block": Range(1, 16), "threshold": Range(0, 100), "metric": METRICS},
@@ -66,15 +59,10 @@ class Mars(Decoder):
             entropy, in nats, that above which they are not.
         metric: The confidence of a token: its "probability", the "margin" between the two largest
             probabilities, or the "entropy", all of the model's distribution at temperature 1.
-        repeats: Whether a mask's token that equals the token before it may be kept.
     """
 
     def __init__(
-        self,
-        block: int = 4,
-        threshold: float = 0.95,
-        metric: str = "probability",
-        repeats: bool = True,
+        self, block: int = 4, threshold: float = 0.95, metric: str = "probability"
     ) -> None:
         if block < 1:
             raise InvalidRequestError(f"block is {block}; mars needs at least 1")
@@ -83,7 +71,6 @@ class Mars(Decoder):
         self.block = block
         self.threshold = threshold
         self.metric = metric
-        self.repeats = repeats
 
     def prepare(self, sequence: Sequence) -> None:
         mask_token(sequence)
@@ -111,13 +98,22 @@ class Mars(Decoder):
                 logits[mask] = -np.inf
             scores.show_hidden(sampler, row)
             token = sequence.sample(sampler, logits, position)
-            is_repeated = token in tokens[-1:] and not self.repeats
-            if tokens and (is_repeated or not self.is_confident(logits, token)):
+            if tokens and not self.keeps(logits, token, tokens[-1]):
                 break
             sequence.record_logprobs(logits, position, token, sampler)
             tokens.append(token)
             sampler.advance(token)
         return tokens
+
+    def keeps(self, logits: np.ndarray, token: int, before: int) -> bool:
+        """Whether a mask's token is kept.
+
+        Args:
+            logits: Those that it was sampled from, float32 `[vocab_size]`.
+            token: The token.
+            before: The token before it.
+        """
+        return self.is_confident(logits, token)
 
     def is_confident(self, logits: np.ndarray, token: int) -> bool:
         """Whether `token`, sampled from `logits`, float32 `[vocab_size]`, is kept."""

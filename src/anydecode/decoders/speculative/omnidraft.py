@@ -2,7 +2,8 @@
 Cross-vocabulary, Online Adaptive Drafter for On-device Speculative Decoding", arXiv:2507.02659).
 
 Draft tokens with the same bytes as a target token are translated directly. Runs of draft tokens are
-translated by a cache of how the draft model spells accepted target tokens. Between requests the
+translated by a cache of how the draft model spells accepted target tokens. Above temperature 0 a
+draft is sampled with the noise that the target will use for its translation. Between requests the
 draft model is trained on its verified drafts.
 """
 
@@ -18,6 +19,7 @@ from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.bounded_table import BoundedTable
+from anydecode.decoders.framework.draft_candidates import draft_token
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     Drafter,
@@ -142,12 +144,21 @@ class OmniDrafter(Drafter):
 
     Drafting stops when the probability of a rejection exceeds `bound`: 1 minus the product of the
     predictions of a head (SpecDec++) for the drafts that have been fed, which is trained beside the
-    correction."""
+    correction.
+
+    Drafts share the target's noise, unless `rule` reads probabilities: it takes them for chosen
+    tokens."""
 
     requirements = Requirements(runners=(DRAFT,), can_translate_vocab=True)
 
     def __init__(
-        self, rate: float, bound: float = 0.7, batch: int = 8, steps: int = 4, memory: int = 64
+        self,
+        rate: float,
+        bound: float = 0.7,
+        batch: int = 8,
+        steps: int = 4,
+        memory: int = 64,
+        rule: Acceptance | None = None,
     ) -> None:
         if rate < 0:
             raise InvalidRequestError(f"rate is {rate}; omnidraft needs a learning rate >= 0")
@@ -159,12 +170,14 @@ class OmniDrafter(Drafter):
         self.batch = batch
         self.steps = steps
         self.memory = memory
+        self.shares_noise = rule is None or not rule.reads_probabilities
         self.clear()
 
     def clear(self) -> None:
         self.translation = Translation()
         #: Draft tokens with direct translations, and these.
         self.direct_drafts = self.direct_targets = np.empty(0, np.int64)
+        self.drafts_of: dict[int, int] = {}  # draft tokens by their direct translations
         self.lessons: list[Lesson] = []
         self.correction: Correction | None = None
         self.online.clear()
@@ -197,6 +210,7 @@ class OmniDrafter(Drafter):
         ]
         found = np.array(pairs, np.int64).reshape(-1, 2)
         self.direct_drafts, self.direct_targets = found[:, 0], found[:, 1]
+        self.drafts_of = {target: draft for draft, target in pairs}
 
     def add(self, lessons: list[Lesson]) -> None:
         """Store lessons; the last `memory` are kept."""
@@ -249,8 +263,8 @@ class _Session(DraftSession):
             if head is not None and number:
                 all_accepted_probability *= float(head(hidden))
             corrected = row if correction is None else row + correction(hidden)
-            token = int(corrected.argmax())
-            if self.draft_tokenizer.is_special(token):
+            token = self._choose(corrected, draft_bytes)
+            if token is None or self.draft_tokenizer.is_special(token):
                 break
             self._rows.append((hidden, row))
             self._drafts.append(token)
@@ -261,6 +275,31 @@ class _Session(DraftSession):
         self._runs = self.drafter.translation.translate(self._drafts, draft_bytes)[:size]
         self._drafted = TokenTree.chain([token for token, _ in self._runs])
         return self._drafted
+
+    def _choose(self, row: np.ndarray, draft_bytes: list[bytes]) -> int | None:
+        """The next draft token: the most probable one. Where that has a direct translation and
+        noise is shared, the one whose translation the target would sample by the draft model's
+        logits of all direct translations; None if no such is allowed.
+
+        Args:
+            row: The draft model's logits, float32 `[draft_vocab_size]`.
+            draft_bytes: The bytes of the drafts so far.
+        """
+        sequence, drafter = self.sequence, self.drafter
+        best = int(row.argmax())
+        if not drafter.shares_noise or sequence.sampler.is_greedy:
+            return best
+        runs = drafter.translation.translate(self._drafts, draft_bytes)
+        is_inside = sum(length for _, length in runs) < len(self._drafts)
+        if is_inside or self.draft_tokenizer.token_bytes(best) not in drafter.translation.direct:
+            return best
+        sampler = sequence.sampler.fork()
+        for token, _ in runs:
+            sampler.advance(token)
+        logits = np.full(sequence.model().spec.vocab_size, -np.inf, np.float32)
+        logits[drafter.direct_targets] = row[drafter.direct_drafts]
+        found = draft_token(sequence, sampler, logits, sequence.length + len(runs))
+        return None if found is None else drafter.drafts_of[found]
 
     def observe(self, round: SpeculationRound) -> None:
         """Store the draft model's spelling of the emitted tokens, and lessons from the drafts;
@@ -340,8 +379,11 @@ class _Session(DraftSession):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly; drafts are the draft model's most probable tokens, so the"
-            " paper's merged probabilities, exact for point masses only, are not needed",
+            "verified token-exactly; above temperature 0 a draft with a direct translation is"
+            " sampled with the noise that the target will use, other drafts are the most probable"
+            " tokens; with acceptance='rejection' all are, and the rule is that for chosen tokens,"
+            " so that the paper's merged probabilities, exact for point masses only, are not"
+            " needed",
             "a low-rank addition to the draft model's output layer is trained, between requests,"
             " and not its weights; the weight of a run's tokens is the target's probability of it",
             "the head of the draft length learns whether drafts were accepted, up to the first"
@@ -372,4 +414,5 @@ def omnidraft(
         bound: Probability of a rejection at which drafting stops, above 0 and at most 1.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
-    return Speculative(OmniDrafter(rate, bound), size, acceptance_rule(acceptance))
+    rule = acceptance_rule(acceptance)
+    return Speculative(OmniDrafter(rate, bound, rule=rule), size, rule)

@@ -63,7 +63,6 @@ class _Regressive(Learner):
     and the norms behind them and before the head. They embed tokens as the target does (the code of
     Clover-2: by the rows of its head)."""
 
-    key = "clover"
     default_rate = 1e-3
     num_layers: ClassVar[int]
 
@@ -115,10 +114,11 @@ class _Regressive(Learner):
         return Files(config, tensors)
 
 
-class Clover(_Regressive):
+class Clover2(_Regressive):
     """The drafter of Clover-2 with two layers."""
 
-    recipe = "clover"
+    recipe = "clover-2"
+    key = "clover-2"
     default_depth = 5
     step_decay = 0.7
     state_weight = 10.0
@@ -167,11 +167,12 @@ class Head(nn.Module):
         nn.init.zeros_(self.mlp.bias)
 
 
-class FirstClover(_Regressive):
+class Clover(_Regressive):
     """The drafter of Clover: one layer, then a head per drafted token. It learns the texts' tokens,
     each of its heads alike."""
 
-    recipe = "clover-1"
+    recipe = "clover"
+    key = "clover"
     default_depth = 3
     step_decay = 1.0
     num_layers = 1

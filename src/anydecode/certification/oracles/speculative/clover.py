@@ -1,5 +1,5 @@
-"""Oracle test of clover (arXiv:2405.00263, 2408.00264): the trees that follow from a drafter's
-tensors, the target's states before its final norm and the embeddings of drafted tokens."""
+"""Oracle test of clover (arXiv:2405.00263): the trees that follow from a drafter's tensors, the
+target's states before its final norm and the embeddings of drafted tokens."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from anydecode.certification.oracles.speculative.state_drafters import (
     shares,
 )
 from anydecode.certification.oracles.transformer import rms_norm, rotate, softmax
-from anydecode.certification.tiny_heads import clover_checkpoint, first_clover_checkpoint
+from anydecode.certification.tiny_heads import clover_checkpoint
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.network import Network
 
 #: The drafters of the test by name.
 DRAFTERS: dict[str, Drafter] = {
-    "5 heads": clover_checkpoint,
-    "3 heads, 1 layer, the target's embeddings": partial(
-        clover_checkpoint, heads=3, layers=1, own_table=False
-    ),
-    "7 heads": partial(clover_checkpoint, heads=7, seed=4),
-    "Clover's": first_clover_checkpoint,
-    "Clover's, 4 heads, 2 layers": partial(first_clover_checkpoint, heads=4, layers=2, seed=3),
+    "3 heads": clover_checkpoint,
+    "4 heads, 2 layers": partial(clover_checkpoint, heads=4, layers=2, seed=3),
 }
 
 
@@ -147,8 +142,9 @@ def regression(checkpoint: Checkpoint, target: Network, text: list[int]) -> Regr
     return (FirstRegression if is_first else Regression)(checkpoint, target, text)
 
 
-def drafted_by(size: int, depth: int, top_p: float = 0.95) -> Oracle:
-    """The paths of the budget of `size` tokens, level by level."""
+def drafted_by(size: int, depth: int, top_p: float = 0.95, least: float = 0.25) -> Oracle:
+    """The paths of the budget of `size` tokens, level by level, of candidates with at least the
+    share `least` of the best one's probability."""
 
     def paths(
         checkpoint: Checkpoint, target: Network, text: list[int], temperature: float
@@ -163,7 +159,7 @@ def drafted_by(size: int, depth: int, top_p: float = 0.95) -> Oracle:
                 mass = 0.0
                 for rank, (token, share) in enumerate(ranked):
                     mass += share
-                    if rank and (mass > top_p or share < ranked[0][1] / 4):
+                    if rank and (mass > top_p or share < least * ranked[0][1]):
                         break
                     found.append((weight * share, (*path, token)))
             level = sorted(found, key=lambda one: -one[0])[: size - len(kept)]
@@ -178,5 +174,7 @@ def clover() -> Iterator[Check]:
     """The trees equal the oracle's."""
     for name, drafter in DRAFTERS.items():
         yield from compare_trees(name, "clover", drafter, drafted_by(8, 5))
-    key = "clover:size=14,depth=3,top_p=0.6"
-    yield from compare_trees("5 heads", key, clover_checkpoint, drafted_by(14, 3, 0.6))
+    deep = partial(clover_checkpoint, heads=7, seed=4)
+    yield from compare_trees("many nodes", "clover:size=20", deep, drafted_by(20, 5))
+    key = "clover:size=14,depth=3,top_p=0.6,min_share=0.1"
+    yield from compare_trees("3 heads", key, clover_checkpoint, drafted_by(14, 3, 0.6, 0.1))

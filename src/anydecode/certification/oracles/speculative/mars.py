@@ -33,13 +33,12 @@ def logits(seen: tuple[int, ...]) -> np.ndarray:
 
 @oracle_test("mars")
 def mars() -> Iterator[Check]:
-    """The tokens of every pass equal the oracle's, for each metric, and without repeated ones."""
-    for key, block, threshold, metric, repeats in (
-        ("mars", 4, 0.95, "probability", True),
-        ("mars:block=3,threshold=0.6", 3, 0.6, "probability", True),
-        ("mars:threshold=0.8,metric=margin", 4, 0.8, "margin", True),
-        ("mars:threshold=0.3,metric=entropy", 4, 0.3, "entropy", True),
-        ("mars:threshold=0,repeats=false", 4, 0.0, "probability", False),
+    """The tokens of every pass equal the oracle's, for each metric."""
+    for key, block, threshold, metric in (
+        ("mars", 4, 0.95, "probability"),
+        ("mars:block=3,threshold=0.6", 3, 0.6, "probability"),
+        ("mars:threshold=0.8,metric=margin", 4, 0.8, "margin"),
+        ("mars:threshold=0.3,metric=entropy", 4, 0.3, "entropy"),
     ):
         for temperature in (0.0, 0.8):
             with scripted(logits) as llm:
@@ -48,7 +47,7 @@ def mars() -> Iterator[Check]:
                 ]
             every = [one for trace in found for one in trace]
             equal = all(
-                _kept(trace, one, block, threshold, metric, repeats, temperature) == one.generated
+                _kept(trace, one, block, threshold, metric, temperature) == one.generated
                 and one.tokens == [MASK] * (_size(trace, one, block) - 1)
                 for trace in found
                 for one in trace
@@ -70,7 +69,6 @@ def _kept(
     block: int,
     threshold: float,
     metric: str,
-    repeats: bool,
     temperature: float,
 ) -> list[int]:
     kept: list[int] = []
@@ -87,7 +85,7 @@ def _kept(
             "margin": ranked[-1] - ranked[-2] >= threshold,
             "entropy": -sum(x * np.log(x) for x in ranked if x) <= threshold,
         }[metric]
-        if number and not (is_sure and (repeats or token != kept[-1])):
+        if number and not is_sure:
             break
         kept.append(token)
     return kept
@@ -95,9 +93,14 @@ def _kept(
 
 @measure("mars", "log-likelihood lost per token", samples=60, margin=0.3)
 def loss(samples: int) -> float:
-    """Nats per token by which the text of plain sampling is more probable under the target, whose
-    masks predict the exact distributions of their tokens."""
-    return _likelihood("autoregressive", samples) - _likelihood("mars", samples)
+    """See `likelihood_lost`."""
+    return likelihood_lost("mars", samples)
+
+
+def likelihood_lost(decoder: str, samples: int) -> float:
+    """Nats per token by which the text of plain sampling is more probable under the target than
+    that of `decoder`, where masks predict the exact distributions of their tokens."""
+    return _likelihood("autoregressive", samples) - _likelihood(decoder, samples)
 
 
 def _likelihood(decoder: str, samples: int) -> float:

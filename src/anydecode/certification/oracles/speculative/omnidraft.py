@@ -14,6 +14,7 @@ from anydecode.certification.rounds import (
     Logits,
     TracedRound,
     blurred,
+    plain_token,
     rounds,
     wordy,
 )
@@ -103,6 +104,7 @@ def omnidraft() -> Iterator[Check]:
     yield from _loss()
     yield from _adaptation()
     yield from _lengths()
+    yield from _noise()
 
 
 def _translated(ours: PairTokenizer, trace: list[TracedRound], recited: bytes) -> int:
@@ -244,6 +246,49 @@ def _lengths() -> Iterator[Check]:
     yield Check("chains end by the predictions", wrong == 0 and len(lengths) > 2, f"{lengths}")
     kinds = {label for _, label in learned}
     yield Check("the head learns what was accepted", taken == learned and kinds == {0.0, 1.0})
+
+
+def _noise() -> Iterator[Check]:
+    """Above temperature 0 a draft is what the target would sample at its position by the draft
+    model's logits, in the target's numbers of the bytes. The target generates neither pairs nor
+    characters of several bytes."""
+    ours, right = PairTokenizer(), wordy()
+    guess = blurred(right)
+
+    def swapped(row: np.ndarray) -> np.ndarray:
+        result = np.full(ours.vocab_size, -40.0, np.float32)
+        result[:256] = row[np.arange(256) ^ 1]
+        return result
+
+    def read(seen: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(token ^ 1 for token in seen)
+
+    def plain(seen: tuple[int, ...]) -> np.ndarray:
+        row = swapped(right(read(seen)))
+        row[128:] = -40.0
+        return row
+
+    target = ScriptedModel(plain, vocab_size=ours.vocab_size)
+    draft = ScriptedModel(guess)
+    draft.tokenizer = ByteTokenizer()  # type: ignore[attr-defined]
+    temperature, counts = 0.8, {}
+    with LLM(target, tokenizer=ours, draft=draft, cache_positions=4096) as llm:
+        prompt, wrong = list(read(tuple(b"abcabcabd"))), 0
+        for rule in ("token-exact", "rejection"):
+            key = f"omnidraft:rate=0,acceptance={rule}"
+            trace = rounds(llm, key, prompt, 120, temperature=temperature)
+            counts[rule] = sum(len(one.accepted) for one in trace)
+            for one in trace:
+                text = list(one.text)
+                for token in one.tokens:
+                    row = swapped(guess(read(tuple(text))))
+                    row[256:] = -np.inf
+                    sampled = plain_token(row, len(text), temperature)
+                    wrong += token != (sampled if rule == "token-exact" else row.argmax())
+                    text.append(token)
+    yield Check("drafts share the target's noise", wrong == 0, f"{wrong} drafts differ")
+    fewer = counts["token-exact"] > counts["rejection"]
+    yield Check("and more of them are accepted than of the most probable", fewer, f"{counts}")
 
 
 def _text(tokenizer: ByteTokenizer, trace: list[TracedRound]) -> str:

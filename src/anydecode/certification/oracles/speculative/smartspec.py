@@ -52,6 +52,7 @@ def smartspec() -> Iterator[Check]:
             num_accepted = sum(len(one.accepted) for trace in traces for one in trace)
             yield Check(f"drafts are accepted, {where}", num_accepted > 0, f"{num_accepted}")
     yield from _many_lengths()
+    yield from _beside_others()
     alone, two, three = sizes[:3]
     is_shorter = alone >= two >= three < alone
     yield Check("sequences that join shorten the drafts", is_shorter, f"{sizes[:3]}")
@@ -79,11 +80,27 @@ def _many_lengths() -> Iterator[Check]:
         yield Check(name, wrong == 0 and len(set(sizes)) > 4, detail)
 
 
+def _beside_others() -> Iterator[Check]:
+    """Sequences of other decoders have a row and a token each: where a pass has a large fixed cost,
+    their rows shorten the drafts less than their tokens do."""
+    found = []
+    for others in (0, 3, 9):
+        with scripted(wordy(spread=2.0, echo=5)) as llm:
+            llm.cost_model = FixedCosts(seconds, others)
+            traces = traced_rounds(llm, "smartspec", PROMPTS, 80)
+        wrong, sizes = _replay(traces, seconds, MAX_DRAFTS, others)
+        name = f"draft lengths equal the replay, beside {others} sequences of other decoders"
+        yield Check(name, wrong == 0, f"{sizes}")
+        found.append(sum(sizes) / len(sizes))
+    yield Check("others shorten the drafts", found[0] > found[1] > found[2], f"{found}")
+
+
 def _replay(
-    traces: list[list[TracedRound]], seconds: Seconds, max_drafts: int
+    traces: list[list[TracedRound]], seconds: Seconds, max_drafts: int, others: int = 0
 ) -> tuple[int, list[int]]:
     """The number of drafts that differ from the oracle's, and the lengths chosen. All sequences
-    share the time per draft and the history of all rounds."""
+    share the time per draft and the history of all rounds. `others`: the number of sequences beside
+    any one of them, of whatever decoder."""
     running: list[_Running] = []
     waiting = [_Running(trace) for trace in traces]
     shared: list[tuple[int, int]] = []
@@ -106,7 +123,8 @@ def _replay(
                     running.remove(one)
                     continue
             goodputs = [
-                _goodput(running, shared, k, per_draft, seconds) for k in range(max_drafts + 1)
+                _goodput(running, shared, k, per_draft, seconds, others)
+                for k in range(max_drafts + 1)
             ]
             if max(goodputs) > 1.02 * goodputs[one.size]:
                 one.size = goodputs.index(max(goodputs))
@@ -131,11 +149,13 @@ def _goodput(
     size: int,
     per_draft: float,
     seconds: Seconds,
+    others: int,
 ) -> float:
     """All rates are equally probable at first: their mean is that of two drafts, one accepted."""
+    foreign = max(0, others + 1 - len(running))
     first = _rate(shared, 50, 0.5, 2)
     rates = [_rate(one.history, 10, first, 4) for one in running]
     tokens = sum(rate**i for rate in rates for i in range(size + 1))
     context = sum(one.length for one in running) // len(running)
-    cost = seconds(len(running) * (size + 1), context) + per_draft * size * len(running)
-    return tokens / cost
+    cost = seconds(len(running) * (size + 1) + foreign, context)
+    return (tokens + foreign) / (cost + per_draft * size * len(running))

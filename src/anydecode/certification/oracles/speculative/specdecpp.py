@@ -82,6 +82,7 @@ def _compare_trained(temperature: float) -> Iterator[Check]:
 
         online.add = take  # type: ignore[method-assign]
         wrong, wrong_lengths, lengths, num_trained = 0, 0, set(), 0
+        wrong_steps, num_steps, num_new = 0, 0, 0
         for prompt in PROMPTS * 2:
             taken.clear()
             head = None if online.head is None else online.head.parameters
@@ -90,6 +91,10 @@ def _compare_trained(temperature: float) -> Iterator[Check]:
             expected = [label for one in trace for label in labels(one, temperature)]
             found = [label for _, label in taken]
             wrong += len(found) != len(expected) or not np.allclose(found, expected, atol=1e-4)
+            num_new += len(expected)
+            if num_new >= 32:  # 16 steps at the end of a text, once there are 32 new examples
+                num_steps, num_new = num_steps + 16, 0
+            wrong_steps += num_steps != (0 if online.head is None else online.head.adam.num_steps)
             tokens = [token for one in trace for token in one.tokens[:-1]]
             wrong += [int(state[0]) for state, _ in taken] != tokens
             if before is None:
@@ -107,6 +112,7 @@ def _compare_trained(temperature: float) -> Iterator[Check]:
         is_clear = online.head is None and not online.examples
     about = f"specdec++ at T={temperature}, trained"
     yield Check(f"{about}: it learns min(1, p / q) of the drafts that were fed", wrong == 0)
+    yield Check(f"{about}: it learns when it should", wrong_steps == 0, f"{num_steps} steps")
     yield Check(f"{about}: chains end by the head's predictions", wrong_lengths == 0)
     yield Check(f"{about}: chains differ in length", len(lengths) > 1, f"{sorted(lengths)}")
     yield Check(f"{about}: most rounds have a head", num_trained > 10, f"{num_trained}")
