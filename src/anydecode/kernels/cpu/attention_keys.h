@@ -36,9 +36,10 @@ typedef struct {
 typedef struct {
   Activations *q;      /* [blocks, rows, group]: the queries, in blocks as the keys */
   uint8_t *keys;       /* [2, 8 * blocks, 16, 4]: those of 16 positions side by side, plus 128 */
-  float *key_scales;   /* [blocks, KEY_BLOCK] */
-  uint8_t *values;     /* int16 [SEGMENT / 2, 32 * blocks, 2]: those of two positions side by side */
-  float *value_scales; /* [blocks, SEGMENT] */
+  uint16_t *key_scales;   /* float16 [blocks, KEY_BLOCK] */
+  uint8_t *values; /* [SEGMENT / 2, blocks, 2, 16, 2]: those of two positions side by side; see
+                    * b32_interleave */
+  uint16_t *value_scales; /* float16 [blocks, SEGMENT] */
   float *factors;      /* [blocks, SEGMENT]: from a position's weight to an integer */
   float *units;        /* [blocks]: what an integer stands for, as a factor of a value */
   float *scores;       /* [rows, group, SEGMENT] */
@@ -74,11 +75,12 @@ static State make_state(float *base, int padded, int heads) {
 
 static Integers make_integers(float *base, int blocks, int heads) {
   Integers integers = {.values = (uint8_t *)base};
-  float *keys = base + SEGMENT / 2 * QUANT_BLOCK * blocks;
+  float *keys = base + SEGMENT * QUANT_BLOCK / 4 * blocks;
   integers.keys = (uint8_t *)keys;
-  integers.key_scales = keys + KEY_BLOCK * QUANT_BLOCK / 4 * blocks;
+  float *scales = keys + KEY_BLOCK * QUANT_BLOCK / 4 * blocks;
+  integers.key_scales = (uint16_t *)scales;
   integers.value_scales = integers.key_scales + KEY_BLOCK * blocks;
-  integers.factors = integers.value_scales + SEGMENT * blocks;
+  integers.factors = scales + (KEY_BLOCK + SEGMENT) / 2 * blocks;
   integers.scores = integers.factors + SEGMENT * blocks;
   float *weights = integers.scores + (int64_t)heads * SEGMENT;
   integers.weights = (int16_t *)weights;
@@ -114,14 +116,20 @@ static Scratch make_scratch(float *base, int padded, int group) {
 
 INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t *slots, int count,
                           Scratch *scratch, int at) {
+  const char *keys = h->keys, *values = h->values, *zeros = (const char *)scratch->zeros;
+  int is_loaded = scratch->format == format && (h->head_dim == padded || format == Q8_0);
+  int64_t bytes = h->bytes;
   uint32_t present = 0;
   int j = at;
   for (; j < at + count; j++, slots++) {
-    scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
-    if (*slots < 0) continue;
-    const char *key = h->keys + *slots * h->bytes, *value = h->values + *slots * h->bytes;
+    int64_t slot = *slots;
+    if (slot < 0) {
+      scratch->key[j] = scratch->value[j] = zeros;
+      continue;
+    }
+    const char *key = keys + slot * bytes, *value = values + slot * bytes;
     present |= 1u << j;
-    if (scratch->format == format && (h->head_dim == padded || format == Q8_0)) {
+    if (is_loaded) {
       scratch->key[j] = key;
       scratch->value[j] = value;
       continue;
@@ -134,7 +142,7 @@ INLINE uint32_t gather_as(int format, int padded, const Heads *h, const int32_t 
   }
   /* Scores are computed for up to 16 keys at once, and values are read in pairs. What an earlier block
    * left here may be of another format. */
-  for (; j % 16; j++) scratch->key[j] = scratch->value[j] = (const char *)scratch->zeros;
+  for (; j % 16; j++) scratch->key[j] = scratch->value[j] = zeros;
   return present;
 }
 
@@ -155,11 +163,16 @@ enum { BLOCKS_AHEAD = 4 };
  * own prefetcher. Inlined, since GCC takes a function that only prefetches for one without effect,
  * and removes its calls. */
 INLINE void prefetch_slots(const Heads *h, const int32_t *slots, int count) {
+  const char *keys = h->keys, *values = h->values;
+  /* The last line of a slot is prefetched with the one that follows in memory. */
+  int64_t bytes = h->bytes, whole = bytes > 64 ? bytes / 64 * 64 : bytes;
   for (int j = 0; j < count; j++) {
     if (slots[j] < 0) continue;
-    for (int b = 0; b < h->bytes; b += 64) {
-      __builtin_prefetch(h->keys + slots[j] * h->bytes + b, 0, 2);
-      if (h->values != h->keys) __builtin_prefetch(h->values + slots[j] * h->bytes + b, 0, 2);
+    int64_t from = slots[j] * bytes;
+    int64_t to = from + (j + 1 < count && slots[j + 1] == slots[j] + 1 ? whole : bytes);
+    for (int64_t b = from; b < to; b += 64) {
+      __builtin_prefetch(keys + b, 0, 2);
+      if (values != keys) __builtin_prefetch(values + b, 0, 2);
     }
   }
 }

@@ -34,11 +34,9 @@ static void quantise_queries(const Heads *h, int heads, Scratch *scratch) {
 }
 
 /* Scales of the blocks with number `b` of 16 vectors. */
-INLINE void store_scales(const char *const *vectors, int b, float *to) {
-  uint16_t scales[16];
+INLINE void copy_scales(const char *const *vectors, int b, uint16_t *to) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) memcpy(scales + i, vectors[i] + 34 * b, 2);
-  f8x2_store(to, f8x2_load_f16(scales));
+  for (int i = 0; i < 16; i++) memcpy(to + i, vectors[i] + 34 * b, 2);
 }
 
 /* Arrange the gathered keys and values of `count` positions, those of block `block` of the segment. */
@@ -58,32 +56,32 @@ static void arrange(const Heads *h, Scratch *scratch, int block, int count) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++, keys += 64) b32x2_store(keys, b32x2_flip_signs(four[i]));
       }
-      store_scales(scratch->key + j, b, to->key_scales + b * KEY_BLOCK + j);
+      copy_scales(scratch->key + j, b, to->key_scales + b * KEY_BLOCK + j);
     }
     for (int b = 0; b < own; b++)
-      store_scales(scratch->value + j, b, to->value_scales + b * SEGMENT + block * KEY_BLOCK + j);
+      copy_scales(scratch->value + j, b, to->value_scales + b * SEGMENT + block * KEY_BLOCK + j);
   }
-  uint8_t *values = to->values + (int64_t)block * (KEY_BLOCK / 2) * own * QUANT_BLOCK * 4;
-  for (int j = 0; j < count; j += 2)
-    for (int b = 0; b < own; b++, values += 4 * QUANT_BLOCK) {
-      b32x2 words[2];
-      int64_t at = 34 * b + 2;
-      b32x2_load_words((const uint8_t *)scratch->value[j] + at,
-                       (const uint8_t *)scratch->value[j + 1] + at, words);
-      b32x2_store(values, words[0]);
-      b32x2_store(values + 64, words[1]);
+  uint8_t *values = to->values + (int64_t)block * KEY_BLOCK * own * QUANT_BLOCK;
+  for (int j = 0; j < count; j += 2) {
+    const uint8_t *first = (const uint8_t *)scratch->value[j] + 2;
+    const uint8_t *second = (const uint8_t *)scratch->value[j + 1] + 2;
+    for (int b = 0; b < own; b++, values += 2 * QUANT_BLOCK) {
+      b32 pairs[2];
+      b32_interleave(b32_load(first + 34 * b), b32_load(second + 34 * b), pairs);
+      b32_store(values, pairs[0]);
+      b32_store(values + 32, pairs[1]);
     }
+  }
 }
 
-/* Scores of the positions [16 * part, 16 * part + 16) of a block for a few heads from `at` on; `mask`:
- * those that are visible. */
+/* Scaled products of the positions [16 * part, 16 * part + 16) of a block for a few heads from `at`
+ * on. */
 INLINE void sixteen_scores(int heads, const Heads *h, const Scratch *scratch, int at, int block,
-                           int part, uint32_t mask) {
+                           int part) {
   const Integers *from = &scratch->integers;
   int blocks = query_blocks(h), first = 16 * part;
-  int is_plain = mask == 0xffff && !(h->op->y > 0) && !h->op->slopes;
   const uint8_t *keys = from->keys + (int64_t)first * blocks * QUANT_BLOCK;
-  const float *scales = from->key_scales + first;
+  const uint16_t *scales = from->key_scales + first;
   float *to = from->scores + (int64_t)at * SEGMENT + block * KEY_BLOCK + first;
   f8x2 total[MAX_HEADS];
 #pragma GCC unroll 12
@@ -93,60 +91,54 @@ INLINE void sixteen_scores(int heads, const Heads *h, const Scratch *scratch, in
     i8x2 sum[MAX_HEADS];
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) sum[i] = i8x2_set(q[i].low);
-#pragma GCC unroll 8
-    for (int step = 0; step < 8; step++, keys += 64) {
+    for (int d = 0; d < QUANT_BLOCK; d += 4, keys += 64) {
       byte_pair key = byte_pair_weights(b32x2_load(keys));
 #pragma GCC unroll 12
       for (int i = 0; i < heads; i++)
-        sum[i] = add_byte_pair_dot(sum[i], key, quad_pair_load(q[i].q + 4 * step));
+        sum[i] = add_byte_pair_dot(sum[i], key, quad_pair_load(q[i].q + d));
     }
+    f8x2 scale = f8x2_load_f16(scales);
 #pragma GCC unroll 12
-    for (int i = 0; i < heads; i++) {
-      f8x2 scale = f8x2_mul(f8x2_load(scales), f8x2_set(q[i].scale));
-      total[i] = f8x2_fma(f8x2_from_i8x2(sum[i]), scale, total[i]);
-    }
+    for (int i = 0; i < heads; i++)
+      total[i] = f8x2_fma(f8x2_from_i8x2(sum[i]), f8x2_mul(scale, f8x2_set(q[i].scale)), total[i]);
   }
 #pragma GCC unroll 12
-  for (int i = 0; i < heads; i++) {
-    f8x2 s = f8x2_mul(total[i], f8x2_set(h->op->x));
-    if (is_plain) f8x2_store(to + i * SEGMENT, s);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2 && !is_plain; half++)
-      finish_eight(h->op, scratch, at + i, first + 8 * half, h->padded, mask >> (8 * half) & 255,
-                   f8x2_part(s, half), to + i * SEGMENT + 8 * half);
-  }
+  for (int i = 0; i < heads; i++)
+    f8x2_store(to + i * SEGMENT, f8x2_mul(total[i], f8x2_set(h->op->x)));
 }
 
-#define SIXTEEN_SCORES(heads)                \
-  for (; at + heads <= last; at += heads)    \
-    sixteen_scores(heads, h, scratch, at, block, part, sixteen);
+#define SIXTEEN_SCORES(heads) \
+  for (; at + heads <= last; at += heads) sixteen_scores(heads, h, scratch, at, block, part);
 
 /* Scores of one block for the heads [first, last), which see the positions in `mask`. */
 static void integer_scores(const Heads *h, const Scratch *scratch, int first, int last, int block,
                            uint32_t mask) {
+  const Op *op = h->op;
   for (int part = 0; part < KEY_BLOCK / 16; part++) {
-    uint32_t sixteen = mask >> (16 * part) & 0xffff;
+    if (!(mask >> 16 * part & 0xffff)) continue;
     int at = first;
-    if (sixteen) {
-      FOR_EACH_TILE(SIXTEEN_SCORES)
-    }
-    for (; at < last; at++) {
-      float *to = scratch->integers.scores + (int64_t)at * SEGMENT + block * KEY_BLOCK + 16 * part;
-      f8x2_store(to, f8x2_set(-INFINITY));
-    }
+    FOR_EACH_TILE(SIXTEEN_SCORES)
   }
+  if (mask == 0xffffffffu && !(op->y > 0) && !op->slopes) return;
+  for (int at = first; at < last; at++)
+    for (int j = 0; j < KEY_BLOCK; j += 8) {
+      float *to = scratch->integers.scores + (int64_t)at * SEGMENT + block * KEY_BLOCK + j;
+      uint32_t eight = mask >> j & 255;
+      if (eight) finish_eight(op, scratch, at, j, h->padded, eight, f8_load(to), to);
+      else f8_store(to, f8_set(-INFINITY));
+    }
 }
 
 /* Compute the factors of the weights of rows that see the positions in `masks`, one per block. */
 static void find_factors(const Heads *h, const Integers *integers, const uint32_t *masks,
                          int count) {
   for (int b = 0; b < value_blocks(h); b++) {
-    const float *scales = integers->value_scales + b * SEGMENT;
+    const uint16_t *scales = integers->value_scales + b * SEGMENT;
     float *factors = integers->factors + b * SEGMENT;
     f8 max = f8_set(0.0f);
     for (int j = 0; j < count; j += 8) {
       uint32_t eight = masks[j / KEY_BLOCK] >> j % KEY_BLOCK & 255;
-      f8 visible = f8_load(scales + j);
+      f8 visible = f8_load_f16(scales + j);
       f8_store(factors + j, visible);
       if (eight != 255) {
         for (int k = 0; k < 8; k++)
@@ -187,29 +179,30 @@ static void integer_weights(const Heads *h, const Scratch *scratch, int at, int 
 /* The weighted sums of the values of the pairs of positions [lo, hi), for a few heads from `at` on. */
 INLINE void sum_values(int heads, const Heads *h, const Scratch *scratch, int at, int lo, int hi) {
   const Integers *from = &scratch->integers;
-  int width = value_blocks(h) * QUANT_BLOCK * 4;
+  int width = value_blocks(h) * QUANT_BLOCK * 2;
   float *sums = scratch->segment.sums + (int64_t)at * h->padded;
-  for (int d = 0; d < h->value_padded; d += 16) {
-    const uint8_t *values = from->values + 4 * d;
-    const int16_t *weights = from->weights + d / QUANT_BLOCK * HEAD_TILE * SEGMENT;
+  for (int v = 0; v < 2 * value_blocks(h); v++) {
+    const uint8_t *values = from->values + 32 * v;
+    const int16_t *weights = from->weights + v / 2 * HEAD_TILE * SEGMENT;
     i8x2 sum[MAX_HEADS];
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) sum[i] = i8x2_set(0);
     for (int pair = lo; pair < hi; pair++) {
-      b32x2 value = b32x2_load(values + (int64_t)pair * width);
+      b32x2 value = b32x2_load_words(values + (int64_t)pair * width);
 #pragma GCC unroll 12
       for (int i = 0; i < heads; i++) {
         const int16_t *two = weights + i * SEGMENT + 2 * pair;
         sum[i] = add_word_pair_dot(sum[i], value, quad_pair_load((const int8_t *)two));
       }
     }
-    f8x2 unit = f8x2_set(from->units[d / QUANT_BLOCK]);
+    f8x2 unit = f8x2_set(from->units[v / 2]);
+    int d = v / 2 * QUANT_BLOCK + v % 2 * 8;
 #pragma GCC unroll 12
     for (int i = 0; i < heads; i++) {
       f8x2 part = f8x2_mul(f8x2_from_i8x2(sum[i]), unit);
       float *to = sums + i * h->padded + d;
-      if (d + 8 < h->value_padded) f8x2_store(to, part);
-      else f8_store(to, f8x2_part(part, 0));
+      if (d < h->value_padded) f8_store(to, f8x2_part(part, 0));
+      if (d + 16 < h->value_padded) f8_store(to + 16, f8x2_part(part, 1));
     }
   }
 }

@@ -451,8 +451,8 @@ INLINE int64_t recurrence_floats(int head_dim, int state_size) {
 /* Floats of scratch memory for attention of `heads` query heads over an int8 cache: see `Integers`. */
 INLINE int64_t integer_floats(int padded, int64_t heads) {
   int64_t blocks = (padded + QUANT_BLOCK - 1) / QUANT_BLOCK;
-  int64_t values = QUANT_BLOCK * SEGMENT / 2, keys = QUANT_BLOCK * KEY_BLOCK / 4;
-  int64_t scales = KEY_BLOCK + 2 * SEGMENT + 1, weights = HEAD_TILE * SEGMENT / 2;
+  int64_t values = QUANT_BLOCK * SEGMENT / 4, keys = QUANT_BLOCK * KEY_BLOCK / 4;
+  int64_t scales = (KEY_BLOCK + SEGMENT) / 2 + SEGMENT + 1, weights = HEAD_TILE * SEGMENT / 2;
   int64_t each = (int64_t)sizeof(Activations) / 4; /* of a query's block */
   return blocks * (values + keys + scales + weights + heads * each) + heads * SEGMENT;
 }

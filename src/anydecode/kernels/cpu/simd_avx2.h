@@ -231,10 +231,14 @@ INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
   out[2] = _mm256_unpacklo_epi64(c, d);
   out[3] = _mm256_unpackhi_epi64(c, d);
 }
-/* Lane c: signed bytes p[c] and q[c] as two int16. */
-INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
-  __m128i x = _mm_loadl_epi64((const __m128i *)p), y = _mm_loadl_epi64((const __m128i *)q);
-  return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y));
+/* Bytes of x and y in turn: out[0] has those with numbers 0 to 7 and 16 to 23, out[1] the others. */
+INLINE void b32_interleave(b32 x, b32 y, b32 *out) {
+  out[0] = _mm256_unpacklo_epi8(x, y);
+  out[1] = _mm256_unpackhi_epi8(x, y);
+}
+/* Sixteen signed bytes as int16 */
+INLINE b32 b32_load_words(const uint8_t *p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
 }
 /* Floats rounded half to even to int16 */
 INLINE void f8_store_s16(int16_t *p, f8 x) {

@@ -261,10 +261,16 @@ INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
   four_columns(from + 4, high);
   for (int i = 0; i < 4; i++) out[i] = B32(low[i], high[i]);
 }
-/* Lane c: signed bytes p[c] and q[c] as two int16. */
-INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
-  int8x8x2_t x = vzip_s8(vreinterpret_s8_u8(vld1_u8(p)), vreinterpret_s8_u8(vld1_u8(q)));
-  return B32(vreinterpretq_u8_s16(vmovl_s8(x.val[0])), vreinterpretq_u8_s16(vmovl_s8(x.val[1])));
+/* Bytes of x and y in turn: out[0] has those with numbers 0 to 7 and 16 to 23, out[1] the others. */
+INLINE void b32_interleave(b32 x, b32 y, b32 *out) {
+  out[0] = B32(vzip1q_u8(x.a, y.a), vzip1q_u8(x.b, y.b));
+  out[1] = B32(vzip2q_u8(x.a, y.a), vzip2q_u8(x.b, y.b));
+}
+/* Sixteen signed bytes as int16 */
+INLINE b32 b32_load_words(const uint8_t *p) {
+  int8x16_t x = vreinterpretq_s8_u8(vld1q_u8(p));
+  return B32(vreinterpretq_u8_s16(vmovl_s8(vget_low_s8(x))),
+             vreinterpretq_u8_s16(vmovl_high_s8(x)));
 }
 /* Floats rounded half to even to int16 */
 INLINE void f8_store_s16(int16_t *p, f8 x) {

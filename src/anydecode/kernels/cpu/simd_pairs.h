@@ -62,9 +62,11 @@ INLINE void b32x2_load_columns(const uint8_t *const *from, b32x2 *out) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     x[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)from[i]));
-    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 4]), 1);
-    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 8]), 2);
-    x[i] = _mm512_inserti32x4(x[i], _mm_loadu_si128((const __m128i *)from[i + 12]), 3);
+#pragma GCC unroll 3
+    for (int j = 1; j < 4; j++) {
+      __m128i part = _mm_loadu_si128((const __m128i *)from[i + 4 * j]);
+      x[i] = _mm512_mask_broadcast_i32x4(x[i], (__mmask16)(15 << 4 * j), part);
+    }
   }
   __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpacklo_epi32(x[2], x[3]);
   __m512i c = _mm512_unpackhi_epi32(x[0], x[1]), d = _mm512_unpackhi_epi32(x[2], x[3]);
@@ -73,12 +75,8 @@ INLINE void b32x2_load_columns(const uint8_t *const *from, b32x2 *out) {
   out[2] = _mm512_unpacklo_epi64(c, d);
   out[3] = _mm512_unpackhi_epi64(c, d);
 }
-/* See b32_load_words; of 32 bytes. */
-INLINE void b32x2_load_words(const uint8_t *p, const uint8_t *q, b32x2 *out) {
-  __m256i x = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)p), 0xd8);
-  __m256i y = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)q), 0xd8);
-  out[0] = _mm512_cvtepi8_epi16(_mm256_unpacklo_epi8(x, y));
-  out[1] = _mm512_cvtepi8_epi16(_mm256_unpackhi_epi8(x, y));
+INLINE b32x2 b32x2_load_words(const uint8_t *p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
 }
 INLINE void f8x2_store_s16(int16_t *p, f8x2 x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
@@ -139,10 +137,7 @@ INLINE f8x2 f8x2_round(f8x2 x) {
 INLINE f8x2 f8x2_select_below(f8x2 x, f8x2 limit, f8x2 a, f8x2 b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, limit, _CMP_LT_OQ), b, a);
 }
-INLINE f8x2 f8x2_scale2(f8x2 x, f8x2 n) {
-  i8x2 e = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-  return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(e, 23)));
-}
+INLINE f8x2 f8x2_scale2(f8x2 x, f8x2 n) { return _mm512_scalef_ps(x, n); }
 INLINE f8x2 f8x2_fma(f8x2 x, f8x2 y, f8x2 z) { return _mm512_fmadd_ps(x, y, z); }
 INLINE f8x2 f8x2_from_i8x2(i8x2 x) { return _mm512_cvtepi32_ps(x); }
 INLINE i8x2 i8x2_set(int32_t x) { return _mm512_set1_epi32(x); }
@@ -275,9 +270,8 @@ INLINE void b32x2_load_columns(const uint8_t *const *from, b32x2 *out) {
   b32_load_columns(from + 8, high);
   for (int i = 0; i < 4; i++) out[i] = b32x2_join(low[i], high[i]);
 }
-INLINE void b32x2_load_words(const uint8_t *p, const uint8_t *q, b32x2 *out) {
-  for (int i = 0; i < 2; i++, p += 16, q += 16)
-    out[i] = b32x2_join(b32_load_words(p, q), b32_load_words(p + 8, q + 8));
+INLINE b32x2 b32x2_load_words(const uint8_t *p) {
+  return b32x2_join(b32_load_words(p), b32_load_words(p + 16));
 }
 INLINE void f8x2_store_s16(int16_t *p, f8x2 x) {
   f8_store_s16(p, x.v[0]);

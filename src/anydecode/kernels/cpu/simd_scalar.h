@@ -151,13 +151,20 @@ INLINE void b32_load_columns(const uint8_t *const *from, b32 *out) {
   for (int i = 0; i < 4; i++)
     for (int c = 0; c < 8; c++) memcpy(out[i].v + 4 * c, from[c] + 4 * i, 4);
 }
-/* Lane c: signed bytes p[c] and q[c] as two int16. */
-INLINE b32 b32_load_words(const uint8_t *p, const uint8_t *q) {
-  b32 out;
-  for (int c = 0; c < 8; c++) {
-    int16_t words[2] = {(int8_t)p[c], (int8_t)q[c]};
-    memcpy(out.v + 4 * c, words, 4);
+/* Bytes of x and y in turn: out[0] has those with numbers 0 to 7 and 16 to 23, out[1] the others. */
+INLINE void b32_interleave(b32 x, b32 y, b32 *out) {
+  for (int i = 0; i < 32; i++) {
+    int to = i / 16 * 16 + 2 * (i % 8);
+    out[i / 8 % 2].v[to] = x.v[i];
+    out[i / 8 % 2].v[to + 1] = y.v[i];
   }
+}
+/* Sixteen signed bytes as int16 */
+INLINE b32 b32_load_words(const uint8_t *p) {
+  int16_t words[16];
+  for (int i = 0; i < 16; i++) words[i] = (int8_t)p[i];
+  b32 out;
+  memcpy(out.v, words, sizeof words);
   return out;
 }
 /* Floats rounded half to even to int16 */
