@@ -114,7 +114,11 @@ def _with_head(family: str, config: Any) -> Any:
 
         def forward(self, tokens: Any, **options: Any) -> Any:
             found = self.model(tokens, **options)
-            logits = self.lm_head(found.last_hidden_state)
+            logits = self.lm_head(found.last_hidden_state) * getattr(
+                config, "output_multiplier", 1.0
+            )
+            cap = getattr(config, "final_logit_softcapping", None)
+            logits = logits if cap is None else cap * torch.tanh(logits / cap)
             return CausalLMOutputWithPast(logits=logits, past_key_values=found.past_key_values)
 
     return WithHead()

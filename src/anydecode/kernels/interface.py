@@ -445,6 +445,8 @@ class Routing:
             any of the rows, after the selection bias was added (LLaDA2.2).
         num_identity: So many experts, the last ones, have no matrices and return their input
             (LongCat-Flash).
+        output_eps: The epsilon of an RMS norm of each expert's output, which
+            `ExpertWeights.output_factors` multiply before (Muse Spark); None: there is no norm.
     """
 
     experts_per_token: int
@@ -459,6 +461,7 @@ class Routing:
     jitter: float = 0.0
     block_experts: int | None = None
     num_identity: int = 0
+    output_eps: float | None = None
 
 
 @dataclass(eq=False)
@@ -470,7 +473,8 @@ class ExpertWeights:
     float32 `[experts]`, see `Routing`. `factors` is float32 `[experts]`: a factor of each expert's
     weight, after normalisation (Gemma 4). `token_experts` is int32 `[tokens, experts_per_token]`,
     the experts of each token, whatever their scores are (DeepSeek-V4); rows without a token and
-    tokens after its end have those of token 0.
+    tokens after its end have those of token 0. `output_factors` is float32 `[out_features]`, see
+    `Routing.output_eps`.
     """
 
     gate: list[Weight]
@@ -482,6 +486,7 @@ class ExpertWeights:
     selection_bias: np.ndarray | None = None
     factors: np.ndarray | None = None
     token_experts: np.ndarray | None = None
+    output_factors: np.ndarray | None = None
 
     @property
     def matrices(self) -> list[Weight]:

@@ -61,6 +61,8 @@ class Routing(ctypes.Structure):
         ("jitter", c_float),
         *((name, c_int32) for name in ("block_experts", "is_root", "num_tokens", "num_identity")),
         ("by_logits", c_int32),
+        ("output_factors", pointer),
+        ("output_eps", c_float),
     ]
 
 

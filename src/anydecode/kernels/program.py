@@ -448,7 +448,9 @@ class NativeBackend(Backend):
             biases = getattr(weights, name)
             if biases is not None:
                 setattr(struct, name, self._keep_vector(np.concatenate(biases)))
-        for name in ("selection_bias", "factors"):
+        if routing.output_eps is not None:
+            struct.output_eps = routing.output_eps
+        for name in ("selection_bias", "factors", "output_factors"):
             vector = getattr(weights, name)
             if vector is not None:
                 setattr(struct, name, self._keep_vector(vector))

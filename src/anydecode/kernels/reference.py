@@ -634,6 +634,10 @@ class ReferenceBackend(Backend):
                 assert isinstance(activation, str), "checked by `ModelSpec`"
                 inner = self.activate(up, activation)
             y = self._linear(inner, weights.down[expert], down_bias, expert_adapters)
+            if weights.output_factors is not None:
+                assert routing.output_eps is not None, "checked by `Network`"
+                factors = self._vector(weights.output_factors)
+                y = self.rms_norm(y * factors, None, routing.output_eps)
             out[index] = out[index] + (y if routing.scales_inputs else y * share)
         for expert in range(len(weights.up), len(weights.up) + routing.num_identity):
             out = out + x * shares[:, expert].unsqueeze(-1)

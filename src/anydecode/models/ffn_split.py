@@ -22,11 +22,11 @@ from anydecode.models.transformer import Executor
 #: What a layer keeps without its attention.
 _FFN_SPEC = (
     "norms", "activation", "num_experts", "routing", "mlp", "has_scale", "gate_cutoff",
-    "has_mlp_inner_norm", "has_output_norm", "mlp_norm_gate",
+    "has_mlp_inner_norm", "has_output_norm", "mlp_norm_gate", "has_residual_gates",
 )  # fmt: skip
 _FFN_WEIGHTS = (
     "mlp", "mlp_norm", "mlp_norm_bias", "mlp_post_norm", "mlp_post_norm_bias", "scale", "xielu",
-    "mlp_inner_norm", "mlp_norm_gate",
+    "mlp_inner_norm", "mlp_norm_gate", "mlp_factors", "mlp_residual",
 )  # fmt: skip
 
 
@@ -76,7 +76,8 @@ def attention_part(network: Network) -> Network:
     """The network without its FFNs; it shares the other weights and the adapters."""
     plain = LayerSpec(None, None)
     without: dict[str, Any] = {name: getattr(plain, name) for name in _FFN_SPEC}
-    del without["norms"]  # of both
+    for name in ("norms", "has_residual_gates"):  # of both
+        del without[name]
     without["mlp"] = "none"
     layers = tuple(replace(layer, **without) for layer in network.spec.layers)
     weights = [replace(layer, **dict.fromkeys(_FFN_WEIGHTS)) for layer in network.weights.layers]

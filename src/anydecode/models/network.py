@@ -89,8 +89,8 @@ class ExpertNorms:
     shared: np.ndarray
 
 
-class RouterNorm(NamedTuple):
-    """The RMS norm of a router's numbers, float32 `[experts]` (BlockFFN)."""
+class RmsNorm(NamedTuple):
+    """The weights of an RMS norm, float32, and its epsilon."""
 
     weight: np.ndarray
     eps: float
@@ -103,11 +103,11 @@ class Experts:
     `shared` is an MLP that every token runs through. Its output is added, multiplied by the sigmoid
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
     experts read the hidden states without the norm of the layer's MLP, which `shared` is. With
-    `latent_down` `[latent size, hidden_size]` the experts read its product, and `latent_up` is
-    applied to the sum of their outputs (Nemotron-H). Where the router gives the weights ("given"),
-    these are relu(router(x)), normed by `router_norm`. `bias` `[1, hidden_size]` is added to the
-    sum of the experts' outputs (Nomic BERT). The router's outputs are limited by the tangent
-    function to `router_softcap` (Grok).
+    `latent_down` `[latent size, hidden_size]` the experts read its product, normed if there is
+    `latent_norm`, and `latent_up` is applied to the sum of their outputs (Nemotron-H). Where the
+    router gives the weights ("given"), these are relu(router(x)), normed by `router_norm`. `bias`
+    `[1, hidden_size]` is added to the sum of the experts' outputs (Nomic BERT). The router's
+    outputs are limited by the tangent function to `router_softcap` (Grok).
     """
 
     router: Linear
@@ -117,7 +117,8 @@ class Experts:
     norms: ExpertNorms | None = None
     latent_down: Linear | None = None
     latent_up: Linear | None = None
-    router_norm: RouterNorm | None = None
+    latent_norm: RmsNorm | None = None
+    router_norm: RmsNorm | None = None
     bias: Weight | None = None
     router_softcap: float | None = None
 
@@ -375,10 +376,13 @@ class LayerWeights:
     differential: DifferentialWeights | None = None
     memory_unit: MemoryUnit | None = None
     side: SideOutput | None = None
-    # Of a model that depends on the time of the diffusion: factors of the outputs of both
-    # sublayers, float32 [hidden_size].
+    # Of a model that depends on the time of the diffusion, or with residual gates: factors of the
+    # outputs of both sublayers before their norms, float32 [hidden_size].
     attention_factors: np.ndarray | None = None
     mlp_factors: np.ndarray | None = None
+    # Factors of the inputs of both sublayers in their sums, float32 [hidden_size].
+    attention_residual: np.ndarray | None = None
+    mlp_residual: np.ndarray | None = None
     input_modulation: InputModulation | None = None  # the same for whole layers
     # The share of the position before in the MLP's inputs, float32 [hidden_size] (RWKV), and that
     # in the input of a product whose sigmoid multiplies the MLP's output (RWKV-6).
@@ -734,7 +738,9 @@ class Network:
         MLP; each sum is normed if the layer's norms are those of sums."""
         spec, weights = self.spec.layers[index], self.weights.layers[index]
         is_normed = spec.norms == "sum"
-        state = x if mixed is None else backend.add(x, mixed)
+        state = x
+        if mixed is not None:
+            state = backend.add(_kept(backend, x, weights.attention_residual), mixed)
         if is_normed and mixed is not None:
             norm, bias = weights.attention_post_norm, weights.attention_post_norm_bias
             state = self._norm(backend, state, norm, bias)
@@ -743,7 +749,7 @@ class Network:
                 state = self._norm(backend, backend.add(x, state), norm, bias)
         if weights.mlp is not None:
             y = self._mlp_block(backend, x if spec.is_parallel else state, index, x)
-            state = backend.add(state, y)
+            state = backend.add(_kept(backend, state, weights.mlp_residual), y)
             if is_normed:
                 norm, bias = weights.mlp_post_norm, weights.mlp_post_norm_bias
                 state = self._norm(backend, state, norm, bias)
@@ -855,6 +861,7 @@ class Network:
         is_plain = all(
             spec.latent is None
             and spec.sum_factors is None
+            and not spec.has_residual_gates
             and not spec.ends_loop
             and (spec.recurrence is None or spec.recurrence.shape.rule not in ("wkv", "wkv6"))
             for spec in self.spec.layers
@@ -862,8 +869,8 @@ class Network:
         if self.has_wide_states or self.spec.per_layer_size or not is_plain:
             raise UnsupportedCombinationError(
                 "layers of models with latent attention, several streams of hidden states,"
-                " embeddings per layer, sums of normed inputs, token shifts or layers that run"
-                " several times are not left out in part"
+                " embeddings per layer, sums of normed inputs, residual gates, token shifts or"
+                " layers that run several times are not left out in part"
             )
 
     def parallel_layers(self, size: int) -> Callable[[Backend, Any, int], Any]:
@@ -1133,6 +1140,8 @@ class Network:
             y = self._attend(backend, x, inputs, q, keys, spec, weights, index, biases)
         if weights.differential is not None:
             y = weights.differential.combine(backend, y, shape)
+        if spec.has_head_norm:
+            y = backend.rms_norm(y, None, self.spec.norm_eps, shape.num_heads)
         if weights.attention_gate is not None:
             assert spec.attention_gate is not None, "checked by `_check_attention`"
             gate = weights.attention_gate.apply(backend, x)
@@ -1329,6 +1338,11 @@ def _query_inputs(backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeigh
     return backend.join(normed, x) if spec.low_rank_query.has_raw else normed
 
 
+def _kept(backend: Backend, x: Any, factors: np.ndarray | None) -> Any:
+    """The input of a sublayer in its sum, times factors if there are some."""
+    return x if factors is None else backend.multiply(x, factors)
+
+
 def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
     """Queries, keys or values, clamped if the layer says so."""
     return x if spec.qkv_limit is None else backend.clamp(x, spec.qkv_limit)
@@ -1416,6 +1430,8 @@ def _mlp(
         if mlp.router_norm is not None:
             router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
         latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
+        if mlp.latent_norm is not None:
+            latent = backend.rms_norm(latent, mlp.latent_norm.weight, mlp.latent_norm.eps)
         y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
         y = y if mlp.latent_up is None else mlp.latent_up.apply(backend, y)
         y = y if mlp.bias is None else backend.add_positions(y, mlp.bias)
@@ -1528,6 +1544,8 @@ def _check_layer(
         "attention_post_norm": hidden if has_post_norm and has_mixer else None,
         "mlp_post_norm": hidden if spec.norms_output and has_mlp else None,
         "second_norm": hidden if spec.has_second_sum else None,
+        "attention_residual": hidden if spec.has_residual_gates and has_mixer else None,
+        "mlp_residual": hidden if spec.has_residual_gates and has_mlp else None,
     }
     for name, size in sizes.items():
         if size is not None:
@@ -1985,6 +2003,13 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         _check_vector(f"{prefix}the selection bias", routed.selection_bias, count)
     if routed.factors is not None:
         _check_vector(f"{prefix}the experts' factors", routed.factors, count)
+    if mlp.latent_norm is not None:
+        _check_vector(f"{prefix}the norm of the experts' inputs", mlp.latent_norm.weight, size)
+    has_output_norm = spec.routing is not None and spec.routing.output_eps is not None
+    if has_output_norm != (routed.output_factors is not None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights norms outputs")
+    if routed.output_factors is not None:
+        _check_vector(f"{prefix}the factors of the experts' outputs", routed.output_factors, size)
     if mlp.bias is not None:
         _check_matrix(f"{prefix}the bias of the experts' sum", mlp.bias, (1, hidden))
     if mlp.norms is not None:

@@ -195,6 +195,8 @@ def _triton_executor(
             missing = "differential attention (Phi-4-mini-flash)"
         elif any(layer.memory in ("joins", "swaps") for layer in network.spec.layers):
             missing = "stacks of layers with a state each (HRM-Text)"
+        elif any(layer.has_residual_gates for layer in network.spec.layers):
+            missing = "residual gates (Muse Spark)"
         elif any(x.routing and x.routing.block_experts for x in network.spec.layers):
             missing = "experts that are chosen per block (LLaDA2.2)"
         elif network.spec.per_layer_size:

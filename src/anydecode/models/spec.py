@@ -308,6 +308,10 @@ class LayerSpec:
             layers behind it are those before it once more (Nanbeige).
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
+        has_residual_gates: Whether the input of each sublayer is multiplied by factors
+            (`LayerWeights.attention_residual`, `LayerWeights.mlp_residual`) before its output is
+            added (Muse Spark).
+        has_head_norm: Whether each head's output is normed, without weights, before a gate.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
             their products (MPT); None: no limit.
     """
@@ -354,6 +358,8 @@ class LayerSpec:
     has_relative_positions: bool = False
     memory: str | None = None
     ends_loop: bool = False
+    has_residual_gates: bool = False
+    has_head_norm: bool = False
 
     @property
     def of_shared_mlp(self) -> LayerSpec:
@@ -936,6 +942,10 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     if layer.has_attention_inner_norm:
         if layer.attention is None or layer.latent is not None or layer.recurrence is not None:
             raise ConfigError(f"{prefix}an inner norm needs attention without latents")
+    if layer.has_head_norm and (layer.attention is None or layer.latent or layer.shared_key):
+        raise ConfigError(f"{prefix}norms of heads need attention without latents")
+    if layer.has_residual_gates and (layer.norms != "both" or layer.is_parallel or layer.memory):
+        raise ConfigError(f"{prefix}residual gates need sublayers that are normed before and after")
     if layer.has_mlp_inner_norm and (layer.mlp != "gated" or layer.num_experts):
         raise ConfigError(f"{prefix}an inner norm needs a gated MLP without experts")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -1002,6 +1012,10 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     integer(f"{prefix}experts that return their input", routing.num_identity, 0, count - 1)
     if routing.num_identity and (routing.scoring == "given" or routing.scales_inputs):
         raise ConfigError(f"{prefix}experts that return their input have weights of outputs")
+    if routing.output_eps is not None:
+        number(f"{prefix}output_eps", routing.output_eps, 0.0, 1.0)
+        if routing.num_identity or routing.scales_inputs:
+            raise ConfigError(f"{prefix}outputs of experts are normed with weights of outputs only")
     number(f"{prefix}jitter", routing.jitter, 0.0)
     if routing.block_experts is not None:
         integer(f"{prefix}block_experts", routing.block_experts, used, count)

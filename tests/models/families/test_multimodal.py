@@ -168,6 +168,34 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "merge_size": 1,
         },
     ),
+    "MuseSpark": (
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_hidden_size": 20,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+        {
+            "vision_config": {
+                **VISION,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+                "patch_temporal": 1,
+                "merge_size": 1,
+            },
+            "audio_config": {
+                "patch_sizes": [2],
+                "hidden_sizes": [8],
+                "depths": [1],
+                "num_hidden_layers": 1,
+                "out_hidden_size": 48,
+            },
+        },
+    ),
     "Lfm3Vl": (
         {"model_type": "lfm3", "head_dim": 12, "sliding_window": 9, "tie_word_embeddings": True},
         {**VISION, "model_type": "siglip2_vision_model", "num_patches": 16},

@@ -283,6 +283,10 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
     if (scratch->expert[i] >= num_matrices(op))
       y = scratch->x + (int64_t)scratch->slot[i] * op->width;
     add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
+    if (op->routing->output_factors) {
+      multiply_row(y, op->routing->output_factors, op->width_out, y);
+      rms_norm(y, op->width_out, 1, NULL, 0, op->routing->output_eps, y);
+    }
     f8 weight = f8_set(op->routing->scales_inputs ? 1.0f : scratch->weight[i]);
     for (int d = 0; d < op->width_out; d += 8) {
       int left = op->width_out - d;

@@ -85,6 +85,8 @@ typedef struct {
   int32_t num_tokens;
   int32_t num_identity; /* experts, the last ones, that have no matrices and return their input */
   int32_t by_logits;    /* whether experts are chosen by their logits, not by their scores */
+  const float *output_factors; /* [width_out], of an expert's output, which is normed; NULL: none */
+  float output_eps;
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */

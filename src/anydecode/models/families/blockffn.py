@@ -22,7 +22,7 @@ from anydecode.models.families.values import Config, int_value, value_or
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, number, refusal
 from anydecode.models.linear import Linear
-from anydecode.models.network import Experts, RouterNorm
+from anydecode.models.network import Experts, RmsNorm
 
 _CHOICES = {
     "attention_type": ("mla",),
@@ -74,7 +74,7 @@ def read_blocks(
     experts = Experts(router, ExpertWeights([], matrices("up", up), matrices("down", down)))
     if config["norm_after_router"] == "rms":
         eps = number("rms_norm_eps", value_or(config, "rms_norm_eps", 1e-6), 0.0, 1.0)
-        experts.router_norm = RouterNorm(reader.vector(f"{name}.router_norm.weight", count), eps)
+        experts.router_norm = RmsNorm(reader.vector(f"{name}.router_norm.weight", count), eps)
     return experts
 
 

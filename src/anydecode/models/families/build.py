@@ -22,6 +22,7 @@ from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_indexer, read_latent, read_low_rank_query
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
+from anydecode.models.families.residual_gates import read_residual_gates
 from anydecode.models.families.sambay import read_differential, read_memory_unit
 from anydecode.models.families.shared_blocks import read_shared_block
 from anydecode.models.families.shared_key import (
@@ -396,13 +397,10 @@ class _LayerReader:
                 if has_first:
                     layer.attention_norm_bias = self._norm_bias("input_layernorm")
                 layer.mlp_norm_bias = self._norm_bias(second)
-        if post or both:
-            layer.attention_post_norm = self._norm("post_attention_layernorm")
-            if self._family.has_norm_bias:
-                layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
-                layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
-        if self._spec.norms_output:
-            layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
+        if self._family.has_residual_gates:
+            read_residual_gates(self._reader, self._config, self._name, layer, self._hidden)
+        else:
+            self._read_post_norms(layer)
         if self._spec.has_attention_inner_norm:
             assert self._spec.attention is not None, "checked by `ModelSpec`"
             size = self._spec.attention.num_heads * self._spec.attention.value_dim
@@ -422,6 +420,16 @@ class _LayerReader:
         layer.mlp_receptance_mix = self._reader.vector(self._full("mlp.receptance_mix"), hidden)
         layer.mlp_receptance = self._reader.linear(name, (hidden, hidden), False)
         layer.mlp.down.scale = factor
+
+    def _read_post_norms(self, layer: LayerWeights) -> None:
+        """Read the norms behind the sublayers."""
+        if self._spec.norms in ("post", "sum", "both"):
+            layer.attention_post_norm = self._norm("post_attention_layernorm")
+            if self._family.has_norm_bias:
+                layer.attention_post_norm_bias = self._norm_bias("post_attention_layernorm")
+                layer.mlp_post_norm_bias = self._norm_bias("post_feedforward_layernorm")
+        if self._spec.norms_output:
+            layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
 
     def _recurrent(self) -> RecurrentWeights | TimeMix | None:
         if self._spec.recurrence is None:

@@ -158,6 +158,7 @@ _MULTIMODAL = (
     "MllamaForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
     "NVLM_D",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
@@ -514,6 +515,7 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         jitter=_jitter(config) if scoring == "sparsemixer" else 0.0,
         block_experts=block_experts,
         num_identity=identity_experts(config, moe),
+        output_eps=optional_number(config, "post_norm_eps") if moe.norms_outputs else None,
     )
 
 
@@ -784,6 +786,8 @@ def _layers(
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
                 memory="side" if is_side else _attention_memory(config, family, layer),
+                has_residual_gates=family.has_residual_gates,
+                has_head_norm=family.has_head_norm,
                 ends_loop=has_loop_norms and (layer + 1) % loop_size == 0 and layer + 1 < count,
             )
         )

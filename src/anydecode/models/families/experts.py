@@ -14,8 +14,9 @@ from anydecode.models.families.config import identity_experts, shared_size
 from anydecode.models.families.family import Family, MixtureOfExperts
 from anydecode.models.families.values import Config, bool_value, int_value, optional_number
 from anydecode.models.families.weights import TensorReader
+from anydecode.models.limits import number
 from anydecode.models.linear import Linear
-from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp
+from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp, RmsNorm
 
 _ROUTERS = (
     "mlp.gate",
@@ -82,16 +83,31 @@ def read_experts(
     if family.moe.has_norms:
         routed.factors = reader.vector(f"{layer}.router.per_expert_scale", shape[0])
     experts = Experts(Linear(weight, bias), routed)
+    factor = optional_number(config, "router_factor")
+    if factor is not None:
+        experts.router.scale = factor
     experts.router_softcap = optional_number(config, "router_logit_softcapping")
     if reader.has(f"{block}.experts.bias"):
         sums = reader.vector(f"{block}.experts.bias", shape[1])
         experts.bias = plain_weight(sums[None])
     size, hidden = shared_size(config, family.moe), shape[1]
     if config.get("moe_latent_size") is not None:
-        name, has_bias = f"{block}.fc1_latent_proj", bool_value(config, "mlp_bias")
-        experts.latent_down = reader.linear(name, (latent, hidden), has_bias)
-        name = f"{block}.fc2_latent_proj"
-        experts.latent_up = reader.linear(name, (hidden, latent), has_bias)
+        has_bias = bool_value(config, "mlp_bias")
+        down, up = (  # of Nemotron-H, and of Muse Spark
+            reader.first(f"{block}.{one}" for one in names)
+            for names in (
+                ("fc1_latent_proj", "pre_expert_proj"),
+                ("fc2_latent_proj", "post_expert_proj"),
+            )
+        )
+        experts.latent_down = reader.linear(down, (latent, hidden), has_bias)
+        experts.latent_up = reader.linear(up, (hidden, latent), has_bias)
+    if family.moe.norms_outputs:
+        name, offset = f"{block}.pre_expert_norm.weight", family.norm_offset
+        eps = number("rms_norm_eps", config.get("rms_norm_eps"), 0.0, 1.0)
+        experts.latent_norm = RmsNorm(reader.vector(name, latent, offset), eps)
+        name = f"{block}.experts.post_expert_norm.weight"
+        routed.output_factors = reader.vector(name, latent, offset)
     if size:
         # Beside the block in Granite and Step; the other names are those of Hy3 and Laguna as
         # published, and of Step in `transformers`.

@@ -40,6 +40,9 @@ class MixtureOfExperts:
         is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
             `Routing.block_experts`.
         is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
+        norms_outputs: Whether the output of each expert is normed, see `Routing.output_eps`, with
+            the epsilon of sublayers' outputs, and the experts' inputs of `moe_latent_size` numbers
+            too.
         identity_experts: The config's key for the number of further experts that return their
             input; None: there are none.
         methods: The values of `topk_method` that its configs may have: "noaux_tc" (groups with the
@@ -64,6 +67,7 @@ class MixtureOfExperts:
     routes_inputs: bool = False
     is_per_block: bool = False
     is_blocks: bool = False
+    norms_outputs: bool = False
     identity_experts: str | None = None
     methods: tuple[str, ...] = ("noaux_tc",)
 
@@ -249,6 +253,9 @@ class Family:
         has_distance_biases: Whether scores have learned biases by distance, see
             `LayerSpec.bias_reach`.
         has_relative_positions: See `LayerSpec.has_relative_positions`.
+        has_residual_gates: See `LayerSpec.has_residual_gates`. The norm behind attention has no
+            weights, and those of the norm behind the MLP multiply its input.
+        has_head_norm: See `LayerSpec.has_head_norm`.
         has_query_growth: Whether `llama_4_scaling_beta` of the rope parameters applies, see
             `LayerSpec.query_rope`.
     """
@@ -330,5 +337,7 @@ class Family:
     is_differential: bool = False
     has_distant_pairs: bool = False
     has_query_growth: bool = False
+    has_residual_gates: bool = False
+    has_head_norm: bool = False
     has_distance_biases: bool = False
     has_relative_positions: bool = False

@@ -114,6 +114,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         n_routed_experts=256,
     ),
+    "muse_spark_text": _sizes(
+        *(202048, 8192, 16384, 62, 128, 16, 1048576),
+        moe_intermediate_size=4096,
+        num_experts_per_tok=8,
+        num_local_experts=256,
+    ),
     "glm5_next_text": _sizes(
         *(154880, 4096, 12288, 45, 64, 64, 1048576),
         moe_intermediate_size=2048,
