@@ -197,6 +197,51 @@ def test_the_files_of_gpt2(settings: dict[str, Any], tmp_path: Path) -> None:
     assert (found.bos_id, found.eos_ids) == (2, {2})
 
 
+def test_the_files_of_roberta(tmp_path: Path) -> None:
+    """Rejects a text without the tokens around it, and one separator between the texts of a
+    pair."""
+    transformers = pytest.importorskip("transformers")
+    trained = Tokenizer(BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(["Hello world, it's naïve 12345"] * 4, trainer)
+    trained.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
+    expected = transformers.RobertaTokenizer.from_pretrained(tmp_path)
+    for settings in ({}, {"tokenizer_class": "RobertaTokenizerFast"}):
+        found = written(tmp_path, settings)
+        assert found is not None
+        for text in TEXTS:
+            assert found.encode(text) == expected(text)["input_ids"], text
+        assert found.encode_pair("Hello", "it's")[0] == expected("Hello", "it's")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, {"strip_accents": False}],
+)
+def test_the_vocabulary_of_bert(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Rejects another casing, accents that are stripped or kept, and token types of one text."""
+    transformers = pytest.importorskip("transformers")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*"abcdeHhlorwxit'12345日本é", "hello", "world", "naïve", "naive", "##s", "##llo"]
+    words += [f"##{letter}" for letter in "abcdelorwxéï"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*special, *words]) + "\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    found = written(tmp_path, settings)
+    assert found is not None
+    expected = transformers.BertTokenizer.from_pretrained(tmp_path)
+    for text in ["Hello hellos worlds", *TEXTS, "naïve NAÏVE é", "a[SEP]b [MASK] 日本12"]:
+        assert found.encode(text) == expected(text)["input_ids"], text
+    pair = expected("hello a", "b")
+    assert found.encode_pair("hello a", "b") == (pair["input_ids"], pair["token_type_ids"])
+
+
 def random_texts(parts: list[str], count: int = 1000) -> list[str]:
     draw = Random(1)
     return ["".join(draw.choices(parts, k=draw.randint(0, 9))) for _ in range(count)]

@@ -1,6 +1,6 @@
 """Builds the tokenizer of a repository without `tokenizer.json` from the files it has instead: a
-model of SentencePiece, the ranks of Kimi's `tiktoken.model` and Qwen's `qwen.tiktoken`, or PLaMo's
-`tokenizer.jsonl`.
+model of SentencePiece, the ranks of Kimi's `tiktoken.model` and Qwen's `qwen.tiktoken`, PLaMo's
+`tokenizer.jsonl`, or BERT's `vocab.txt`.
 
 They are read as the metadata that a GGUF file of the model would have. What SentencePiece replaces
 in a text is replaced as by the `tokenizers` library, which `transformers` uses too: a mark that
@@ -35,7 +35,12 @@ _CLASSES = {
     **dict.fromkeys(("t5", "mt5", "umt5"), "T5Tokenizer"),
     "xlm-roberta": "XLMRobertaTokenizer",
     "albert": "AlbertTokenizer",
+    "bert": "BertTokenizer",
+    "distilbert": "DistilBertTokenizer",
+    "electra": "ElectraTokenizer",
 }
+#: The classes of word pieces.
+_WORD_PIECES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer")
 _SPECIAL_TOKENS = {
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
     "XLMRobertaTokenizer": {
@@ -46,6 +51,11 @@ _SPECIAL_TOKENS = {
         "bos_token": "[CLS]", "eos_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>",
         "mask_token": "[MASK]",
     },
+    **dict.fromkeys(
+        _WORD_PIECES,
+        {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]",
+         "mask_token": "[MASK]"},
+    ),
 }  # fmt: skip
 _NUM_EXTRA = 100
 
@@ -294,6 +304,34 @@ def _plamo(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _word_piece(data: bytes, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The metadata of BERT's vocabulary, a word or part of one per line; None for other classes."""
+    if settings["tokenizer_class"] not in _WORD_PIECES:
+        return None
+    words = data.decode().replace("\r\n", "\n").removesuffix("\n").split("\n")
+    special = {token_text(settings.get(name)) for name in _SPECIAL_TOKENS["BertTokenizer"]}
+    lowercase = settings.get("do_lower_case", True) is not False
+    accents = settings.get("strip_accents")
+    ids = {
+        f"tokenizer.ggml.{key}_token_id": words.index(text)
+        for name, key in (("cls", "cls"), ("sep", "seperator"))  # as spelt in files
+        if (text := token_text(settings.get(f"{name}_token"))) in words
+    }
+    return {
+        "tokenizer.ggml.model": "bert",
+        # Files mark the start of a word, BERT marks the other parts.
+        "tokenizer.ggml.tokens": [
+            word if word in special else word[2:] if word.startswith("##") else f"▁{word}"
+            for word in words
+        ],
+        "tokenizer.ggml.scores": [0.0] * len(words),
+        "tokenizer.ggml.token_type": [_CONTROL if word in special else _NORMAL for word in words],
+        "tokenizer.ggml.normalizer.lowercase": lowercase,
+        "tokenizer.ggml.normalizer.strip_accents": lowercase if accents is None else bool(accents),
+        **ids,
+    }
+
+
 #: By name of the file, in order of preference.
 _READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]] = {
     "tokenizer.model": _sentencepiece,
@@ -302,6 +340,7 @@ _READERS: dict[str, Callable[[bytes, Mapping[str, Any]], dict[str, Any] | None]]
     "tiktoken.model": _tiktoken,
     "qwen.tiktoken": _qwen,
     "tokenizer.jsonl": _plamo,
+    "vocab.txt": _word_piece,
 }
 #: The files that `tokenizer_of_files` reads.
 TOKENIZER_FILES = tuple(_READERS)

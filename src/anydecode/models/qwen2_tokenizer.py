@@ -1,5 +1,5 @@
-"""Builds the tokenizers of Qwen2 and GPT-2 from vocab.json, merges.txt and a list of added tokens:
-the files of the slow tokenizer classes, which Dream, OPT and DialoGPT have instead of
+"""Builds the tokenizers of Qwen2, GPT-2 and RoBERTa from vocab.json, merges.txt and a list of added
+tokens: the files of the slow tokenizer classes, which Dream, OPT and DialoGPT have instead of
 tokenizer.json."""
 
 from __future__ import annotations
@@ -23,6 +23,17 @@ CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer", "DimpleToke
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 GPT2_MODELS = ("gpt2", "gpt_neo", "gptj", "opt")
 _END = "<|endoftext|>"
+#: The same of RoBERTa, whose special tokens stand around a text.
+ROBERTA_CLASSES = ("RobertaTokenizer", "RobertaTokenizerFast")
+ROBERTA_MODELS = ("roberta",)
+_ROBERTA_TOKENS = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>",
+    "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>",
+}  # fmt: skip
+_USUAL_CLASSES = {
+    **dict.fromkeys(GPT2_MODELS, GPT2_CLASSES[0]),
+    **dict.fromkeys(ROBERTA_MODELS, ROBERTA_CLASSES[0]),
+}
 
 
 def vocabulary_tokenizer(
@@ -45,11 +56,13 @@ def vocabulary_tokenizer(
     if not (vocab_file.is_file() and merges_file.is_file()):
         return None
     kind = settings.get("tokenizer_class")
-    if kind is None and read_json(folder / "config.json").get("model_type") in GPT2_MODELS:
-        kind = GPT2_CLASSES[0]
-    if kind not in (*CLASSES, *GPT2_CLASSES):
+    if kind is None:
+        kind = _USUAL_CLASSES.get(str(read_json(folder / "config.json").get("model_type")))
+    if kind not in (*CLASSES, *GPT2_CLASSES, *ROBERTA_CLASSES):
         return None
-    is_gpt2 = kind in GPT2_CLASSES
+    is_gpt2, is_roberta = kind in GPT2_CLASSES, kind in ROBERTA_CLASSES
+    if is_roberta:
+        settings = {**_ROBERTA_TOKENS, **settings}
     if is_gpt2:
         settings = {**dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END), **settings}
     try:
@@ -62,7 +75,7 @@ def vocabulary_tokenizer(
     except Exception as error:  # the library raises bare Exceptions
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{folder}: not a tokenizer: {reason}") from None
-    if is_gpt2:
+    if is_gpt2 or is_roberta:
         has_prefix = settings.get("add_prefix_space") is True
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix)
     else:
@@ -74,6 +87,10 @@ def vocabulary_tokenizer(
     first = token_text(settings.get("bos_token"))
     if is_gpt2 and settings.get("add_bos_token") is True and first in vocab:
         tokenizer.post_processor = text_and_pair((first, vocab[first]), None)
+    if is_roberta:
+        around = [token_text(settings[name]) for name in ("cls_token", "sep_token")]
+        before, after = ((text, vocab[text]) if text in vocab else None for text in around)
+        tokenizer.post_processor = text_and_pair(before, after)
     return tokenizer
 
 
