@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,13 @@ def test_the_command_measures_saves_and_reads(format: str, source: Path) -> None
     measured = run("a.gguf", "--calibrate", str(texts), "--save-imatrix", saved)
     assert run("b.gguf", "--imatrix", saved) == measured
     assert run("c.gguf") != measured
+
+
+def test_the_help_lists_all_formats() -> None:
+    done = CliRunner().invoke(app, ["quantize", "--help"])
+    found = " ".join(done.output.split()).partition("Format of the weights: ")[2]
+    listed = re.findall(r"\b[a-z]+\d+[a-z0-9_]*", found.partition(".")[0])
+    assert sorted(listed) == sorted([*map(str.lower, (*FORMATS, *MIXES)), "ptq161"])
 
 
 @pytest.mark.slow

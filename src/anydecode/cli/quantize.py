@@ -25,7 +25,10 @@ def quantize(
         str,
         typer.Option(
             "--format",
-            help="Format of the weights, such as q8_0, q6_k, q4_k_m, iq4_nl, mxfp4 or ptq161.",
+            help="Format of the weights: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1,"
+            " q4_0, q3_k, q2_k, iq4_nl, iq4_xs, iq3_s, iq3_xxs, iq2_s, iq2_xs, iq2_xxs, iq1_m,"
+            " iq1_s, mxfp4, nvfp4, tq2_0, tq1_0, ptq161, or a mixture: q5_k_m, q5_k_s, q4_k_m,"
+            " q4_k_s, q3_k_l, q3_k_m, q3_k_s.",
         ),
     ] = "q4_k",
     calibrate: Annotated[

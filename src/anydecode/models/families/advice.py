@@ -26,11 +26,15 @@ def advice(model_type: Any) -> str:
 def unsupported(what: str, model_type: Any, supported: Iterable[str]) -> str:
     """The message for a model without an implementation here: `what` it is, whether the installed
     `transformers` has it, and what is supported."""
-    hint = advice(model_type)
-    if not hint and find_spec("transformers") is None:
-        hint = "whether transformers has it is not known, because it is not installed"
-    hint = hint or "transformers has no causal model of this type either"
+    hint = advice(model_type) or absence()
     return f"{what} is not supported; {hint}; {listed(model_type, supported)}"
+
+
+def absence() -> str:
+    """What is known of `transformers` where there is no `advice`."""
+    if find_spec("transformers") is None:
+        return "whether transformers has it is not known, because it is not installed"
+    return "transformers has no causal model of this type either"
 
 
 def listed(name: Any, supported: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from anydecode.errors import CheckpointError
-from anydecode.models.families.advice import advice, listed
+from anydecode.models.families.advice import absence, advice, listed
 from anydecode.models.families.dispatch import find_family
 from anydecode.models.limits import MAX_LAYERS, MAX_SIZE, integer, number, refusal
 from anydecode.models.loading.gguf_file import GGUFFile
@@ -159,11 +159,13 @@ class Keys:
         self.file = file
         self.architecture = str(file.metadata.get("general.architecture"))
         if self.architecture not in (*ARCHITECTURES, *DRAFTERS):
-            model_type, hint = self.architecture.replace("-", "_"), ""
+            model_type = self.architecture.replace("-", "_")
             if find_family({}, model_type) is not None:
                 hint = " (its model opens as a folder with safetensors)"
             elif advised := advice(model_type):
                 hint = f" (of a folder with safetensors, {advised})"
+            else:
+                hint = f" ({absence()})"
             raise CheckpointError(
                 f"{file.path}: architecture {self.architecture!r} is not supported"
                 f"{hint}; {listed(self.architecture, sorted(ARCHITECTURES))}"
