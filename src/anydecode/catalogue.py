@@ -311,7 +311,8 @@ def find(key: str) -> Entry:
     if entry is None:
         from difflib import get_close_matches
 
-        close = get_close_matches(str(key), _entries, 3)
+        parts = [one for one in _entries if str(key) in one.split("-")]  # a part of a longer key
+        close = list(dict.fromkeys([*parts, *get_close_matches(str(key), _entries, 3)]))[:3]
         hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
         raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
     return entry

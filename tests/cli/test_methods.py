@@ -147,6 +147,7 @@ def test_parameters_are_described_by_the_docstring() -> None:
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean prompt-lookup?" in refused(capsys, "prompt-lokup")
+    assert "did you mean eqspec-exspec, " in refused(capsys, "exspec")
     assert "no decoding method is called 'qqqq'" in refused(capsys, "qqqq")
     assert "no family 'nonsense': choose from speculative" in refused(
         capsys, "--family", "nonsense"

@@ -697,6 +697,8 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             " prepared only now and then for sequences in which they are expected to save less"
             " than preparing them takes, both as measured; unless requests wait, the tokens of a"
             " sequence count for what they save: its row, or the pass if it ends last",
+            "in bursts a drafter reads no more than the last 64 tokens of the text before its first"
+            " draft, so that it would gain little from a prefix cache, and has none",
             "else a sequence that runs alone decodes up to four tokens (eight if it is sampled) per"
             " burst between drafts; drafts are not searched for meanwhile",
             "tokens forced by a constraint are drafted wherever drafts can save time",
