@@ -204,3 +204,20 @@ def test_positions_that_are_left_out_do_not_count_as_slots(prefixes: PrefixCache
     assert prefixes.num_slots == prefixes.pool.num_used == BLOCK - 1
     prefixes.clear()
     assert prefixes.num_slots == prefixes.pool.num_used == 0
+
+
+def test_slots_that_blocks_of_forks_share_count_once(prefixes: PrefixCache) -> None:
+    """A fork within a block shares its first slots. Rejects a count of 2 * BLOCK, by which requests
+    would be admitted that do not fit."""
+    whole = SequenceCache(prefixes.pool)
+    whole.append(5)
+    whole.tokens += [1] * 5
+    fork = whole.fork()
+    for number, kv_cache in enumerate([whole, fork]):
+        kv_cache.append(BLOCK - 5)
+        kv_cache.tokens += [number] * (BLOCK - 5)
+        prefixes.insert(kv_cache)
+        kv_cache.release()
+    assert prefixes.num_slots == prefixes.pool.num_used == 2 * BLOCK - 5
+    prefixes.evict(BLOCK)
+    assert prefixes.num_slots == prefixes.pool.num_used == 0

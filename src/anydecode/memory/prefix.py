@@ -35,9 +35,9 @@ class _Node:
     digest: bytes | None = None  # hash of the namespace and all tokens so far; None: not spilled
 
     @property
-    def num_slots(self) -> int:
-        """The number of slots; a position that is left out has none."""
-        return int(np.count_nonzero(self.slots >= 0))
+    def used_slots(self) -> Slots:
+        """The slots without -1: a position that is left out has none."""
+        return self.slots[self.slots >= 0]
 
 
 class PrefixCache:
@@ -62,6 +62,9 @@ class PrefixCache:
         # positions from the last to the first, so that the next one is always a leaf.
         self._order: OrderedDict[_Node, None] = OrderedDict()
         self._pinned: set[_Node] = set()
+        # By slot: the number of its blocks. Forks of a sequence within a block share its first
+        # slots.
+        self._num_blocks = np.zeros(pool.num_slots, np.int32)
         self.num_slots = 0
         self.num_hits = 0
         self.num_restored = 0
@@ -194,7 +197,9 @@ class PrefixCache:
         child = parent.children[key] = _Node(slots, parent, key)
         child.digest = None if parent.digest is None else _digest(parent.digest, key)
         self._order[child] = None
-        self.num_slots += child.num_slots
+        used = child.used_slots
+        self._num_blocks[used] += 1
+        self.num_slots += int(np.count_nonzero(self._num_blocks[used] == 1))
         return child
 
     def _use(self, path: Seq[_Node]) -> None:
@@ -216,7 +221,9 @@ class PrefixCache:
             if leaf.parent.parent is None and not leaf.parent.children:
                 self._roots.pop(leaf.parent.key, None)
             self.pool.free(leaf.slots)
-            self.num_slots -= leaf.num_slots
+            used = leaf.used_slots
+            self._num_blocks[used] -= 1
+            self.num_slots -= int(np.count_nonzero(self._num_blocks[used] == 0))
 
     def _restore(self, parent: _Node, key: tuple[int, ...], path: Seq[_Node]) -> _Node | None:
         """Restore a spilled block behind those of `path`, none of which is evicted for it; None if
