@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Decoder:
         rotary: The numbers of a head that rotate, by layer.
         norms_last: Whether the norms of queries and keys are behind the rotary embedding.
         slopes: The linear biases of the heads.
-        activation: Of the gate: "silu", "gelu" or "relu".
+        activation: Of the gate, or of an MLP without one: "silu", "gelu", "relu" or "relu2".
         limit: Of the products of gate (from above) and up (from both sides) in experts.
         experts: How many run for a token.
         router: Which function the chosen scores have: "softmax" or "sigmoid".
@@ -184,13 +184,17 @@ class Decoder:
 
     def _mlp(self, x: np.ndarray, name: str, limit: float) -> np.ndarray:
         up = self._linear(x, f"{name}.up_proj")
-        if f"{name}.gate_proj.weight" not in self.tensors:
-            return self._linear(np.maximum(up, 0) ** 2, f"{name}.down_proj")
-        gate = self._linear(x, f"{name}.gate_proj")
+        has_gate = f"{name}.gate_proj.weight" in self.tensors
+        gate = self._linear(x, f"{name}.gate_proj") if has_gate else up
+        up = up if has_gate else np.ones_like(up)
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        gate = {"silu": _silu, "gelu": _gelu, "relu": lambda y: np.maximum(y, 0)}[self.activation](
-            gate
-        )
+        activations: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+            "silu": _silu,
+            "gelu": _gelu,
+            "relu": lambda y: np.maximum(y, 0),
+            "relu2": lambda y: np.maximum(y, 0) ** 2,
+        }
+        gate = activations[self.activation](gate)
         return self._linear(gate * up, f"{name}.down_proj")
 
     def _experts(self, x: np.ndarray, inputs: np.ndarray, name: str) -> np.ndarray:

@@ -433,6 +433,29 @@ def _grok_stored(tensors: Tensors) -> Tensors:
     return _renamed(names)(_stacked(tensors))
 
 
+def _codeshell(seed: int) -> Decoder:
+    tensors = random_tensors(seed, head=True, biases=True)
+    tensors["lm_head.weight"] *= 0.3
+    for key in [key for key in tensors if ".mlp.gate_proj." in key]:
+        del tensors[key]
+    bases: list[float | None] = [1e4] * 3
+    return Decoder(tensors, bases, activation="gelu", has_layer_norms=True, eps=1e-5)
+
+
+def _codeshell_layout(tensors: Tensors) -> Tensors:
+    names = {
+        "model.embed_tokens": "transformer.wte",
+        "model.norm": "transformer.ln_f",
+        "model.layers.": "transformer.h.",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "self_attn.o_proj": "attn.c_proj",
+        "mlp.up_proj": "mlp.c_fc",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    return _renamed(names)(_fused(tensors, "attn.c_attn"))
+
+
 PLM_RANK, PLM_ROTARY, PLM_VALUE = 20, 4, 8
 
 
@@ -452,7 +475,7 @@ def _plm(seed: int) -> Decoder:
             tensors[f"model.layers.{layer}.self_attn.{module}.weight"] = 2 * matrix(*shape)
         norm = 1 + 0.1 * matrix(1, PLM_RANK)[0]
         tensors[f"model.layers.{layer}.self_attn.kv_a_layernorm.weight"] = norm
-    return Decoder(tensors, [500.0] * 3, rotary=[PLM_ROTARY] * 3)
+    return Decoder(tensors, [500.0] * 3, rotary=[PLM_ROTARY] * 3, activation="relu2")
 
 
 def _plm_pairs(tensors: Tensors) -> Tensors:
@@ -643,6 +666,35 @@ FAMILIES = {
         _grok,
         _grok_layout,
         _grok_stored,
+    ),
+    "codeshell": PlainFamily(
+        {
+            **dict.fromkeys(SIZES),
+            "architectures": ["CodeShellForCausalLM"],
+            "vocab_size": BYTE_VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_head": HEADS,
+            "n_layer": 3,
+            "n_inner": INNER,
+            "n_positions": 512,
+            "num_query_groups": KV_HEADS,
+            "group_query_attention": True,
+            "position_embedding_type": "rope",
+            "activation_function": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+        },
+        {
+            "attention.key_length": None,
+            "attention.value_length": None,
+            "attention.layer_norm_rms_epsilon": None,
+            "attention.layer_norm_epsilon": 1e-5,
+            "rope.freq_base": 10000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 1.0,
+        },
+        _codeshell,
+        _codeshell_layout,
+        _fused,
     ),
     "plm": PlainFamily(
         {

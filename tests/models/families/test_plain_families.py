@@ -80,6 +80,9 @@ TWINS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     ),
     "grok, the usual scale": ("grok", lambda one: replace(one, scale=None)),
     "grok, SiLU": ("grok", lambda one: replace(one, activation="silu")),
+    "codeshell, SiLU": ("codeshell", lambda one: replace(one, activation="silu")),
+    "codeshell, no positions": ("codeshell", lambda one: replace(one, bases=[None] * 3)),
+    "codeshell, RMS norms": ("codeshell", lambda one: replace(one, has_layer_norms=False)),
     "plm, another base": ("plm", lambda one: replace(one, bases=[5e4] * 3)),
     "plm, latents without a norm": (
         "plm", lambda one: _with(one, "kv_a_layernorm.weight", lambda x: 0 * x + 1),
@@ -165,7 +168,7 @@ FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
 def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = as_gguf(name, tmp_path / "x.gguf", **FOR_LLAMA_CPP.get(name, {}))
     found = logits(built(load_checkpoint(path)), chain(TEXT))
-    margin = GELU_MARGIN if name in ("grok", "spark2_5") else 1e-4
+    margin = GELU_MARGIN if name in ("codeshell", "grok", "spark2_5") else 1e-4
     assert np.abs(found - llama_cpp_logits(path, TEXT)).max() < margin
 
 
@@ -185,6 +188,8 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
         ("grok", {"embedding_scale": 1.0}),
         ("grok", {"logit_scale": 0.5}),
         ("plm", {"rope.freq_base": 5e4}),
+        ("codeshell", {"rope.freq_base": 50.0}),
+        ("codeshell", {"rope.scaling.factor": 2.0}),
         ("plamo3", {"rope.freq_base_swa": 5e4}),
         ("plamo3", {"attention.sliding_window_pattern": 3}),
     ],
@@ -203,6 +208,7 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("jais", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned'"),
         ("jais", {"activation_function": "gelu"}, "activation_function is 'gelu'; allowed is 'swi"),
         ("jais", {"alibi_scaling": {"factor": 2.0}}, "alibi_scaling is {'factor': 2.0}"),
+        ("codeshell", {"position_embedding_type": "learned"}, "position_embedding_type 'lear"),
         ("spark2_5", {"gate_attn_act_mode": "tanh"}, "gate_attn_act_mode is 'tanh'"),
         ("spark2_5", {"headwise_attn_output_gate": False}, "headwise_attn_output_gate is False"),
         ("maple", {"nope_on_global_attention": False}, "nope_on_global_attention is False"),

@@ -177,6 +177,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "falcon": falcon,
         "bloom": gpt2,
         "starcoder": gpt2,
+        "codeshell": gpt2,
         "mpt": mpt,
         "muse-glimmer": muse_glimmer,
         "nanbeige": nanbeige,

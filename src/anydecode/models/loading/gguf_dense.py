@@ -264,7 +264,7 @@ def cohere(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def gpt2(keys: Keys, config: dict[str, Any]) -> None:
-    """GPT-2 and BLOOM."""
+    """GPT-2, GPT-BigCode, CodeShell and BLOOM."""
     config["mlp_bias"] = True
     config["hidden_act"] = "gelu_new"
 

@@ -55,6 +55,7 @@ ARCHITECTURES = {
     "exaone4": ("exaone4", "Exaone4ForCausalLM"),
     "exaone": ("exaone", "ExaoneForCausalLM"),
     "internlm2": ("internlm2", "InternLM2ForCausalLM"),
+    "codeshell": ("codeshell", "CodeShellForCausalLM"),
     "starcoder": ("gpt_bigcode", "GPTBigCodeForCausalLM"),
     "hunyuan_vl": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),

@@ -199,6 +199,7 @@ OVERRIDES = {
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
     "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
+    "codeshell": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
     "jais": {"attn_qkv": "self_attn.qkv_proj"},
     "spark2_5": {"attn_qkv": "self_attn.qkv_proj", "attn_gate": "self_attn.gate_proj"},

@@ -1,6 +1,7 @@
-"""Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, Falcon,
-BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX to the
-usual one: module names, separate queries, keys and values, and matrices of shape [out, in]."""
+"""Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, CodeShell,
+Falcon, BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX
+to the usual one: module names, separate queries, keys and values, and matrices of shape
+[out, in]."""
 
 from __future__ import annotations
 
@@ -317,6 +318,20 @@ _GPT_BIGCODE = replace(
     rows=_by_group,
     is_transposed=False,
 )
+_CODESHELL = replace(
+    _GPT2,
+    keys={**_GPT2.keys, "num_query_groups": "num_key_value_heads"},
+    defaults={"hidden_act": "gelu_pytorch_tanh"},
+    fixed={
+        "scale_attn_weights": True,
+        "add_cross_attention": False,
+        "position_embedding_type": "rope",
+        "group_query_attention": True,
+    },
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    is_transposed=False,
+    has_key_heads=True,
+)
 _EXAONE = replace(
     _GPT_NEO,
     keys={
@@ -505,6 +520,7 @@ _LAYOUTS = {
     "opt": _OPT,
     "gpt_neo": _GPT_NEO,
     "gpt_bigcode": _GPT_BIGCODE,
+    "codeshell": _CODESHELL,
     "exaone": _EXAONE,
     "internlm2": _INTERNLM2,
     "qwen": _QWEN,
