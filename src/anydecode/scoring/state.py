@@ -24,7 +24,7 @@ class StateKey(Generic[Value]):
 
 class SequenceState:
     """The entries of one sequence. Values are plain data, since a sequence may be continued in
-    another process."""
+    another process, but for what is lost there (`decoders.framework.speculation.carried`)."""
 
     def __init__(self) -> None:
         self._entries: dict[StateKey[Any], Any] = {}
@@ -53,6 +53,10 @@ class SequenceState:
         """The entry; set to `default` first if there is none."""
         value: Value = self._entries.setdefault(key, default)
         return value
+
+    def discard(self, key: StateKey[Any]) -> None:
+        """Remove the entry, if there is one."""
+        self._entries.pop(key, None)
 
     def update(self, other: SequenceState) -> None:
         """Set the entries of `other` here too."""

@@ -128,9 +128,9 @@ def test_refusals(decoder: str, message: str) -> None:
         llm.generate("abc", decoder=decoder)
 
 
-def fake_sequence() -> Any:
+def fake_sequence(length: int = 0) -> Any:
     """What a budget reads of a sequence."""
-    return SimpleNamespace(noise=SimpleNamespace(seed=1, stream=0))
+    return SimpleNamespace(noise=SimpleNamespace(seed=1, stream=0), length=length)
 
 
 def fake_round(num_accepted: int, num_drafts: int) -> Any:
@@ -147,8 +147,10 @@ def test_sure_rates_draft_all_or_one(accepted: float, rejected: float, size: int
 def test_lengths_have_the_mean_of_the_posterior() -> None:
     """With the prior, every draft is followed by another with probability 1/2."""
     budget = catalogue.build("bandit").budget(fake_sequence())
-    sizes = [budget.size(fake_sequence()) for _ in range(4000)]
+    sizes = [budget.size(fake_sequence(length)) for length in range(4000)]
     assert sum(sizes) / len(sizes) == pytest.approx(2 - 2**-7, abs=0.1)
+    again = [budget.size(fake_sequence(3999)) for _ in range(8)]  # a round that starts again
+    assert again == sizes[-1:] * 8
 
 
 def test_counts_decay_and_a_round_has_one_rejection_at_most() -> None:

@@ -85,7 +85,8 @@ class _Session(DepthSession):
         super().__init__(sequence)
         self.method, self.num_layers = method, sequence.num_layers
         self.exits = method.exits(self.num_layers)
-        self.num_rounds, self.is_observed = 0, True
+        self.num_rounds, self.is_observed, self._round_start = -1, True, -1
+        self._has_read_prompt = False
         self.rates = LayerRates(self.exits, method.memory)
         self.model: Any = sequence.model()
         self.head = head_cost(self.model) if method.head is None else method.head
@@ -93,8 +94,9 @@ class _Session(DepthSession):
         self.states: list[dict[int, np.ndarray]] = []  # of the drafts' rows, by layer
 
     def size(self) -> int:
+        if self.sequence.length != self._round_start:  # else it starts again
+            self.num_rounds, self._round_start = self.num_rounds + 1, self.sequence.length
         self.is_observed = self.num_rounds % self.method.every == 0
-        self.num_rounds += 1
         self.plain_layers = tuple(self.exits) if self.is_observed else ()
         self.chosen = self.rates.best(self.num_layers, self.method.size, self.head)
         return self.chosen[1]
@@ -103,9 +105,13 @@ class _Session(DepthSession):
         return {"layers": self.exits[self.chosen[0]], "size": self.chosen[1]}
 
     def prefill(self, tokens: list[int]) -> Generator[DecoderAction, Any, None]:
+        if self._has_read_prompt:  # after a restart
+            yield from super().prefill(tokens)
+            return
         rows = min(len(tokens), PROMPT_ROWS)
         scores = yield self.sequence.score(tokens, rows=rows, hidden=tuple(self.exits))
         self._record(scores.hidden, scores.logits)
+        self._has_read_prompt = True
 
     def draft(self, token: int, size: int) -> Drafting:
         sequence, index = self.sequence, self.chosen[0]

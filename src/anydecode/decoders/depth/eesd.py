@@ -21,6 +21,10 @@ class _Session(ExitSession):
         self.posterior = Posterior(sequence, method.memory)
         self.is_calibrated = method.control == "calibration"
 
+    def size(self) -> int:
+        self.posterior.begin(self.sequence.length)
+        return super().size()
+
     def continues(self, token_share: float, top_share: float) -> bool:
         return self.posterior.continues(token_share if self.is_calibrated else None)
 

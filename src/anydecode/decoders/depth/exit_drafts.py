@@ -45,6 +45,7 @@ class ExitSession(DepthSession):
 
     def prefill(self, tokens: list[int]) -> Generator[DecoderAction, Any, None]:
         sequence = self.sequence
+        self._unread = self._unread[:0]  # of a cache that is gone, after a restart
         self._align(sequence.kv_cache().length)
         for start in range(0, len(tokens), CHUNK):
             part = tokens[start : start + CHUNK]

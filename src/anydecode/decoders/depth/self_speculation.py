@@ -18,13 +18,14 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
-from anydecode.decoders.framework.speculation import draft_share, verify_tree
+from anydecode.decoders.framework.speculation import carried, draft_share, verify_tree
 from anydecode.decoders.framework.variants import check_late_start
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import DecoderAction, Decoding, ScoreRequest, Scores
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import TokenTree
 
 #: A generator that may yield score requests and returns the drafted tokens.
@@ -85,6 +86,10 @@ class DepthSession(ABC):
         return {}
 
 
+#: The session of a sequence, see `carried`.
+_STATE: StateKey[DepthSession] = StateKey("self-speculation", "state")
+
+
 class SelfSpeculative(Decoder):
     """A speculative decoder whose drafts come from the target's first layers. A draft ends at a
     token that would end the text, and does not exceed the limit of tokens.
@@ -129,10 +134,11 @@ class SelfSpeculative(Decoder):
             )
 
     def decode(self, sequence: Sequence) -> Decoding:
-        session = self.open(sequence)
+        session = carried(sequence, _STATE, self.acceptance, lambda: self.open(sequence))
         with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, share)
+        sequence.state.discard(_STATE)
 
     def _round(self, sequence: Sequence, session: DepthSession, share: DraftShare) -> Decoding:
         unscored = sequence.unscored()

@@ -78,8 +78,11 @@ class _Session(DraftSession):
 
     def propose(self, size: int) -> Proposal:
         sequence = self.sequence
-        if len(sequence.unscored()) > 1:  # the prompt
+        unscored = sequence.unscored()
+        if len(unscored) > 1 and not sequence.tokens:  # the prompt
             return TokenTree()
+        if len(unscored) > 1:  # after a restart
+            yield sequence.score(unscored[:-1], samples=False)
         if len(sequence.tokens) > self.drafter.window + 1 and not self.search.is_over:
             yield from self._search_step()
         return (yield from self._draft(min(size, sequence.remaining - 1)))

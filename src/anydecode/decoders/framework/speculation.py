@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
 from anydecode.scoring.prediction import CONTEXT
 from anydecode.scoring.score import DecoderAction, Decoding, Scores
 from anydecode.scoring.sequence import DRAFT, Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Maximum number of tokens forced by a constraint that one round drafts.
@@ -30,6 +31,7 @@ MAX_FORCED = 64
 #: Maximum number of tokens that are generated before a request asks again whether to draft.
 MAX_UNDRAFTED = 8
 
+Value = TypeVar("Value")
 #: A generator that may yield score requests and returns the draft tree.
 Proposal = Generator[DecoderAction, Any, TokenTree]
 
@@ -227,6 +229,10 @@ class DraftBudget(ABC):
         """Called after each round."""
 
 
+#: The draft session and the budget of a sequence, see `carried`.
+_STATE: StateKey[tuple[DraftSession, DraftBudget]] = StateKey("speculation", "state")
+
+
 @dataclass
 class FixedBudget(DraftBudget):
     """A constant draft size."""
@@ -248,6 +254,26 @@ def draft_share(sequence: Sequence, source: object, acceptance: Acceptance) -> D
     """
     policy = sequence.draft_policy if isinstance(acceptance, TokenExact) else OWN_DRAFTS
     return policy.open(sequence, source)
+
+
+def carried(
+    sequence: Sequence, key: StateKey[Value], acceptance: Acceptance, make: Callable[[], Value]
+) -> Value:
+    """What a decoder knows of its drafts beside the text: what `make` returns. Where the text
+    depends on what is drafted, it is kept while the sequence is preempted, so that the text is that
+    without a preemption. `SequenceState.discard` it when the text has ended.
+
+    Args:
+        sequence: The sequence.
+        key: Its place in the sequence's state.
+        acceptance: The acceptance rule.
+        make: Makes it for a new sequence.
+    """
+    if isinstance(acceptance, TokenExact):
+        return make()
+    if key not in sequence.state:
+        sequence.state[key] = make()
+    return sequence.state[key]
 
 
 def can_burst(sequence: Sequence, session: DraftSession) -> bool:
@@ -336,11 +362,17 @@ class Speculative(Decoder):
         self.acceptance.prepare(sequence)
 
     def decode(self, sequence: Sequence) -> Decoding:
-        session, budget = self.drafter.open(sequence), self.budget(sequence)
+        session, budget = carried(
+            sequence,
+            _STATE,
+            self.acceptance,
+            lambda: (self.drafter.open(sequence), self.budget(sequence)),
+        )
         with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, budget, share)
             session.end()
+        sequence.state.discard(_STATE)
 
     def _round(
         self, sequence: Sequence, session: DraftSession, budget: DraftBudget, share: DraftShare

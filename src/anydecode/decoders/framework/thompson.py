@@ -22,6 +22,14 @@ class Posterior:
         self.accepted = 0.0
         self.rejected = 0.0
         self._random = Random(f"{sequence.noise.seed}/{sequence.noise.stream}")
+        self._length, self._start = -1, self._random.getstate()  # of the present round
+
+    def begin(self, length: int) -> None:
+        """Begin the round behind a text of `length` tokens. One that starts again after a
+        preemption has the same draws."""
+        if length == self._length:
+            self._random.setstate(self._start)
+        self._length, self._start = length, self._random.getstate()
 
     def continues(self, confidence: float | None = None) -> bool:
         """Whether another draft follows, with a probability drawn from the posterior:

@@ -41,6 +41,7 @@ class BanditBudget(DraftBudget):
         self.posterior = Posterior(sequence, memory)
 
     def size(self, sequence: Sequence) -> int:
+        self.posterior.begin(sequence.length)
         size = 1
         while size < self.max_size and self.posterior.continues():
             size += 1
@@ -75,6 +76,7 @@ class _CalibratedSession(DraftSession):
         self.sequence.align(DRAFT)
         distributions = distribution_list(self.drafter.rule)
         self._num_drafts, self._size = 0, size
+        self.posterior.begin(self.sequence.length)
         drafts = yield from draft_chain(
             self.sequence, [], size, distributions=distributions, should_stop=self._should_stop
         )

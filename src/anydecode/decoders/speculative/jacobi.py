@@ -8,6 +8,7 @@ the block no longer changes, which gives the tokens of plain decoding.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,15 +17,29 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import LOGIT_RULES, logit_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
-from anydecode.decoders.framework.speculation import draft_share
+from anydecode.decoders.framework.speculation import carried, draft_share
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import Decoding, Scores
 from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.state import StateKey
 
 #: Maximum number of predictions of a block whose distributions are kept for a rejection rule, which
 #: bounds their memory. It tests the others as tokens that were chosen, which is exact too.
 MAX_DISTRIBUTIONS = 64
+
+
+@dataclass(eq=False)
+class _Block:
+    """The block up to the length `end` of the text: the iterate behind the text, and the
+    distributions that its first tokens were sampled from, if the rule compares with them."""
+
+    end: int
+    iterate: list[int] = field(default_factory=list)
+    rows: list[np.ndarray] | None = None
+
+
+_STATE: StateKey[_Block] = StateKey("jacobi", "state")
 
 
 @register(
@@ -87,27 +102,27 @@ class Jacobi(Decoder):
             yield from self._iterate(sequence, share)
 
     def _iterate(self, sequence: Sequence, share: DraftShare) -> Decoding:
-        iterate: list[int] = []
-        rows = distribution_list(self.acceptance)
-        end = sequence.length
+        block = carried(sequence, _STATE, self.acceptance, lambda: _Block(sequence.length))
         while not sequence.finished:
-            if sequence.length >= end:
-                end = sequence.length + self._block_size(sequence)
+            if sequence.length >= block.end:
+                block.end = sequence.length + self._block_size(sequence)
                 pad = sequence.all_tokens[-1] if self.pad is None else self.pad
-                iterate = [pad] * (end - sequence.length - 1)
-                rows = distribution_list(self.acceptance)
-            size = share.size(min(len(iterate), end - sequence.length - 1))
-            tree = sampled_chain(iterate[:size], rows)
+                block.iterate = [pad] * (block.end - sequence.length - 1)
+                block.rows = distribution_list(self.acceptance)
+            size = share.size(min(len(block.iterate), block.end - sequence.length - 1))
+            tree = sampled_chain(block.iterate[:size], block.rows)
             scores = yield sequence.verify(tree, optional=share.chances(tree))
             tree = tree.first(len(scores) - 1)
             result = self.acceptance.walk(tree, scores)
             share.observe(tree, result.path, 0.0)
             # Predictions behind the scored ones stay as they are.
-            iterate = _next(sequence, scores, len(result.path)) + iterate[len(scores) :]
-            if rows is not None:
-                rows = _distributions(sequence, scores, len(result.path))
+            rest = block.iterate[len(scores) :]
+            block.iterate = _next(sequence, scores, len(result.path)) + rest
+            if block.rows is not None:
+                block.rows = _distributions(sequence, scores, len(result.path))
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, scores)
+        sequence.state.discard(_STATE)
 
     def _block_size(self, sequence: Sequence) -> int:
         left = sequence.remaining

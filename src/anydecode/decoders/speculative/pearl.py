@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from time import perf_counter
+
+import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
@@ -18,18 +21,31 @@ from anydecode.decoders.framework.rejection import (
     logit_rule,
 )
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
-from anydecode.decoders.framework.speculation import draft_share, verify_tree
+from anydecode.decoders.framework.speculation import carried, draft_share, verify_tree
 from anydecode.decoders.speculative.draft_model import draft_chain
 from anydecode.errors import InvalidRequestError
 from anydecode.scoring.draft_policy import DraftShare
 from anydecode.scoring.score import Decoding, Scores, Submit, Wait
 from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
+from anydecode.scoring.state import StateKey
 from anydecode.scoring.tree import ROOT, TokenTree
 
 #: Drafts per round before the draft model's passes were measured, and their maximum number.
 DEFAULT_SIZE, MAX_SIZE = 4, 64
 #: Weight of a round in the average of the time per draft.
 DRAFT_RATE = 0.1
+
+
+@dataclass(eq=False)
+class _Ahead:
+    """The drafts that were made beside the last pass, and the distributions that they were drawn
+    from, if the rule compares with them."""
+
+    drafts: list[int]
+    rows: list[np.ndarray] | None
+
+
+_STATE: StateKey[_Ahead] = StateKey("pearl", "state")
 
 
 @register(
@@ -109,8 +125,14 @@ class Pearl(Decoder):
             yield from self._rounds(sequence, share)
 
     def _rounds(self, sequence: Sequence, share: DraftShare) -> Decoding:
-        drafts, rows = list[int](), distribution_list(self.acceptance)
+        ahead = carried(
+            sequence,
+            _STATE,
+            self.acceptance,
+            lambda: _Ahead([], distribution_list(self.acceptance)),
+        )
         while not sequence.finished:
+            drafts, rows = ahead.drafts, ahead.rows
             seconds = 0.0
             size = share.size(self.num_drafts(sequence)) if sequence.can_draft() else 0
             if not drafts and not size:  # no memory, or not worth the draft model's passes
@@ -137,8 +159,8 @@ class Pearl(Decoder):
             self._record_drafts(len(next_drafts), self.clock() - start)
             if ticket.scores is None:
                 yield Wait([ticket])
-            ahead = sampled_chain(next_drafts[:1], next_rows)
-            result = self._accept(tree, ahead, ticket.scores)
+            following = sampled_chain(next_drafts[:1], next_rows)
+            result = self._accept(tree, following, ticket.scores)
             sequence.record(tree, result.path, result.tokens)
             sequence.accept(result.path, result.tokens, ticket.scores)
             all_accepted = len(result.path) == len(drafts) and result.tokens[-1:] == next_drafts[:1]
@@ -147,8 +169,9 @@ class Pearl(Decoder):
             path = range(len(result.path) + all_accepted)
             seconds = (seconds + spent) / (sequence.cost_model.num_others() + 1)
             share.observe(tested, path, seconds)
-            drafts = next_drafts[1:] if all_accepted else []
-            rows = next_rows[1:] if next_rows is not None else None
+            ahead.drafts = next_drafts[1:] if all_accepted else []
+            ahead.rows = next_rows[1:] if next_rows is not None else None
+        sequence.state.discard(_STATE)
 
     def _accept(self, tree: TokenTree, ahead: TokenTree, scores: Scores) -> AcceptanceResult:
         """The accepted drafts of `tree`, and one more token. The rejection rule tests the draft of
