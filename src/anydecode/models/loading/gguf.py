@@ -16,6 +16,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import spec_from_config
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
+from anydecode.models.hybrid_dna_tokenizer import HybridDnaTokenizer
 from anydecode.models.loading import gguf_tasks
 from anydecode.models.loading.gguf_config import config_from_gguf
 from anydecode.models.loading.gguf_dflash import ARCHITECTURE as DFLASH
@@ -58,6 +59,11 @@ from anydecode.models.tokenizers import HFTokenizer
 
 #: The convolutions of Kimi Linear, which are stored with two axes of size 1.
 _SEPARATE_CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
+#: The tokenizers that are no plain ones of the `tokenizers` library, by their names in files.
+_TOKENIZERS: dict[str, type[HFTokenizer] | type[RwkvTokenizer]] = {
+    "rwkv": RwkvTokenizer,
+    "hybriddna": HybridDnaTokenizer,
+}
 #: What opens drafters, by architecture.
 _DRAFTERS = {EAGLE3: load_eagle3, DFLASH: load_dflash}
 
@@ -97,8 +103,7 @@ def load_gguf(path: Path) -> Checkpoint:
     if classifier:
         config["classifier"] = options
         readers |= classifier
-    is_rwkv = file.metadata.get("tokenizer.ggml.model") == "rwkv"
-    kind = RwkvTokenizer if is_rwkv else HFTokenizer
+    kind = _TOKENIZERS.get(str(file.metadata.get("tokenizer.ggml.model")), HFTokenizer)
     tokenizer = kind.from_gguf(file.metadata, str(path))
     generation = {
         key: value
