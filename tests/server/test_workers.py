@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
+import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ pytest.importorskip("fastapi")
 from anydecode.errors import ConstraintError
 from anydecode.server.errors import ApiError
 from anydecode.server.jobs import Limits
+from anydecode.server.worker import LENGTH
 from anydecode.server.workers import LimitError, Turns, WorkerPool
 
 LIMITS = Limits(5.0, 1 << 30)
@@ -152,3 +156,20 @@ async def test_clients_take_turns_and_wait_a_bounded_time() -> None:
         await turns.acquire("c", 0.01)
     turns.release("a")
     await turns.acquire("c", 60)
+
+
+def test_a_process_whose_server_was_killed_ends_without_a_traceback() -> None:
+    """Rejects one that reports the pipe that nobody reads any more, in the log of the server."""
+    messages = [(None, "key", [1], None), (operator.getitem, "key", (0,), Limits(10.0, 1 << 30))]
+    bodies = [pickle.dumps(message) for message in messages]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anydecode.server.worker"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    process.stdin.write(b"".join(LENGTH.pack(len(body)) + body for body in bodies))
+    process.stdin.flush()  # stays open: the answer that nobody reads ends the process
+    assert (process.wait(60), process.stderr.read()) == (0, b"")
+    process.stdin.close()
+    process.stderr.close()

@@ -61,7 +61,10 @@ def main() -> None:
         outcome = _run(function, (tokenizers[key], *arguments), limits)
         forget()
         outcome.is_last = _data_bytes() > size + _MAX_GROWTH
-        _write(outcomes, outcome)
+        try:
+            _write(outcomes, outcome)
+        except BrokenPipeError:  # the server was killed
+            os._exit(0)  # without another try to write what is left in the buffer
         if outcome.is_last:
             return
 
