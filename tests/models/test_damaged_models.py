@@ -379,7 +379,7 @@ def test_invalid_configs_of_latent_attention_are_rejected(
     ("change", "attention", "message"),
     [
         ({"latent": None}, {}, "lacks one of latent, attention and latent_dim"),
-        ({"rope": None}, {"head_dim": 20}, "rotary size is 0"),
+        ({"rope": None}, {"head_dim": 19}, "rotary size is -1"),
         ({}, {"latent_dim": None}, "lacks one of latent"),
         ({}, {"latent_dim": 0}, "latent_dim is 0"),
         ({}, {"latent_dim": 24}, "head_dim is 28; allowed is 32"),
