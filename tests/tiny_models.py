@@ -89,7 +89,7 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
             elif "rg_lru" in name or "conv_1d" in name or name.endswith("position_bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "alpha")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
             elif name.endswith("tid2eid"):  # without repetition
                 scores = torch.rand(len(buffer), config.num_local_experts)

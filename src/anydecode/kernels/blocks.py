@@ -49,7 +49,7 @@ class BlockBackend(ReferenceBackend):
 
     def store(
         self,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: int,
         shape: Attention,
@@ -83,7 +83,7 @@ class BlockBackend(ReferenceBackend):
         is_windowed = shape.window is not None and shape.window < self._length
         limits = (shape.softcap, shape.chunk, shape.slopes, shape.latent_dim, shape.value_size)
         others = (*limits, sinks, biases)
-        if is_windowed or v is None or any(other is not None for other in others):
+        if is_windowed or k is None or v is None or any(other is not None for other in others):
             raise UnsupportedCombinationError(
                 "layers with windows, soft caps, chunks, biases by distance, sinks, smaller values"
                 " or latent attention cannot be calibrated here"

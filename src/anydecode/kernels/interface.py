@@ -848,10 +848,16 @@ class Backend(ABC):
 
     @abstractmethod
     def store(
-        self, k: Any, v: Any | None, layer: int, shape: Attention, index_key: Any | None = None
+        self,
+        k: Any | None,
+        v: Any | None,
+        layer: int,
+        shape: Attention,
+        index_key: Any | None = None,
     ) -> None:
         """Store k, v (None if `shape.latent_dim` is set) and the indexer's key, if there is one, in
-        each row's slot of `layer`. With `shape.entry_size`, k is the key and then the entry."""
+        each row's slot of `layer`. With `shape.entry_size`, k is the key and then the entry. Both k
+        and v are None in layers that share keys and have an indexer."""
 
     @abstractmethod
     def select(

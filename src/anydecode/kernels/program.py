@@ -162,16 +162,17 @@ class NativeBackend(Backend):
 
     def store(
         self,
-        k: Value,
+        k: Value | None,
         v: Value | None,
         layer: int,
         shape: Attention,
         index_key: Value | None = None,
     ) -> None:
-        inputs = (k,) if v is None else (k, v)
-        fields = {**_cache_fields(layer, shape), "width": k.width}
-        fields["kv_heads"] = shape.num_stored_keys
-        self.steps.append(Step(Code.STORE, inputs, None, fields, cache="write"))
+        fields = {**_cache_fields(layer, shape), "kv_heads": shape.num_stored_keys}
+        if k is not None:
+            inputs = (k,) if v is None else (k, v)
+            own = {**fields, "width": k.width}
+            self.steps.append(Step(Code.STORE, inputs, None, own, cache="write"))
         if index_key is not None:
             fields = {**fields, "width": index_key.width}
             self.steps.append(Step(Code.STORE_INDEX, (index_key,), None, fields, cache="write"))

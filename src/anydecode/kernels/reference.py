@@ -202,7 +202,7 @@ class ReferenceBackend(Backend):
 
     def store(
         self,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: int,
         shape: Attention,
@@ -216,7 +216,8 @@ class ReferenceBackend(Backend):
         heads = (len(stored), shape.num_stored_keys)
         stored_rows = torch.from_numpy(stored).to(self.device)
         format = bound.cache.format
-        keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
+        if k is not None:
+            keys[target] = _encode(format, k[stored_rows].view(*heads, shape.head_dim))
         if v is not None:
             size = len(stored), shape.num_kv_heads, shape.value_dim
             encoded = _encode(format, v[stored_rows].view(size))

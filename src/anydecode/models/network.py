@@ -42,6 +42,7 @@ from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
 from anydecode.models.norm_gate import NormGate
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
+from anydecode.models.query_scale import QueryScale
 from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.shared_key import EntryWeights, SharedKeyWeights
 from anydecode.models.spec import (
@@ -165,13 +166,14 @@ class RecurrentWeights:
 @dataclass(eq=False)
 class LatentWeights:
     """The weights of latent attention beside `LayerWeights.query`, `LayerWeights.key`
-    `[head_dim, hidden_size]` and `LayerWeights.output`; see `LatentSpec`. The norm is float32.
+    `[head_dim, hidden_size]` and `LayerWeights.output`; see `LatentSpec`. The norm is float32;
+    layers that attend to the latents of an earlier one have none.
 
     `keys` and `values` have a matrix `[latent_dim, key_dim]` and `[value_dim, latent_dim]` per
     head. `rotary_norm` is that of the rest of the key.
     """
 
-    norm: np.ndarray
+    norm: np.ndarray | None
     keys: list[Weight]
     values: list[Weight]
     rotary_norm: np.ndarray | None = None
@@ -190,6 +192,8 @@ class IndexerWeights:
     where there are none; `key` and `weights`, which gives one number per head, read these too. The
     norms are float32 `[head_dim]`: of keys, which may have a bias, and of queries, if they have
     one. The key may be that of an entry, which is normed, or that of a block, whose values are.
+    With `IndexerSpec.has_own_query` the inputs of `query` have a layer norm, float32
+    `[hidden_size]`, and its products have factors.
     """
 
     query: Linear
@@ -198,6 +202,9 @@ class IndexerWeights:
     weights: Linear | None = None
     norm_bias: np.ndarray | None = None
     query_norm: np.ndarray | None = None
+    input_norm: np.ndarray | None = None
+    input_norm_bias: np.ndarray | None = None
+    query_scale: QueryScale | None = None
 
     @property
     def matrices(self) -> list[Weight]:
@@ -389,6 +396,7 @@ class LayerWeights:
     mlp_mix: np.ndarray | None = None
     mlp_receptance_mix: np.ndarray | None = None
     mlp_receptance: Linear | None = None
+    query_scale: QueryScale | None = None
     xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
     attention_convolution: BlockConvolution | None = None
     mlp_convolution: BlockConvolution | None = None
@@ -926,6 +934,8 @@ class Network:
         latent = weights.latent
         assert latent is not None, "checked by `_check_latent`"
         q = weights.query.apply(backend, x)
+        if weights.query_scale is not None:
+            q = weights.query_scale.apply(backend, q, spec.query_dim)
         if spec.query_dim == spec.latent.key_dim:
             return backend.grouped_linear(q, latent.keys)
         q, rotary = backend.split(q, spec.latent.key_dim, heads)
@@ -1174,21 +1184,14 @@ class Network:
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
     ) -> Any:
         shape, latent = spec.attention, weights.latent
-        assert shape is not None and shape.latent_dim is not None and latent is not None
-        assert spec.latent is not None
-        assert weights.key is not None and weights.output is not None
+        assert shape is not None and latent is not None and spec.latent is not None
+        assert weights.output is not None
         inputs = _query_inputs(backend, x, spec, weights)
         q = self._queries(backend, inputs, spec, weights)
-        k, rotary = weights.key.apply(backend, x), None
-        if shape.head_dim > shape.latent_dim:
-            k, rotary = backend.split(k, shape.latent_dim)
-        k = backend.rms_norm(k, latent.norm, spec.latent.norm_eps)
-        if rotary is not None:
-            if latent.rotary_norm is not None:
-                rotary = backend.rms_norm(rotary, latent.rotary_norm, spec.latent.norm_eps)
-            rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
-            k = backend.join(k, rotary)
-        y = self._attend(backend, x, inputs, q, (k, None), spec, weights, index)
+        keys = None
+        if spec.cache_layer is None:
+            keys = _latent_keys(backend, x, spec, weights, spec.latent), None
+        y = self._attend(backend, x, inputs, q, keys, spec, weights, index)
         y = backend.grouped_linear(y, latent.values)
         if weights.attention_gate is not None:
             assert spec.attention_gate is not None, "checked by `_check_attention`"
@@ -1225,17 +1228,20 @@ class Network:
         x: Any,
         inputs: Any,
         q: Any,
-        keys_values: tuple[Any, Any | None],
+        keys_values: tuple[Any, Any | None] | None,
         spec: LayerSpec,
         weights: LayerWeights,
         index: int,
         biases: Biases | None = None,
     ) -> Any:
-        """Store the keys and values and attend to those of all positions, or of those that an
-        indexer selects; `inputs` are those of the query matrix."""
+        """Store the keys and values, if there are some, and attend to those of all positions, or of
+        those that an indexer selects; `inputs` are those of the query matrix."""
         shape, indexer = spec.attention, weights.indexer
         assert shape is not None
+        source = index if spec.cache_layer is None else spec.cache_layer
         if not shape.is_selected:
+            if keys_values is None:
+                return backend.attend(q, source, shape, weights.sinks, biases)
             return backend.attention(q, *keys_values, index, shape, weights.sinks, biases)
         self._store(backend, x, keys_values, spec, weights, index)
         if spec.indexer is None or indexer is None:
@@ -1244,24 +1250,30 @@ class Network:
             heads = spec.indexer.num_heads
             if spec.low_rank_query is not None and spec.low_rank_query.has_raw:
                 inputs = backend.columns(inputs, 0, spec.low_rank_query.rank)
+            if indexer.input_norm is not None:
+                norm, bias = indexer.input_norm, indexer.input_norm_bias
+                inputs = backend.layer_norm(x, norm, bias, spec.indexer.norm_eps)
             query = indexer.query.apply(backend, inputs)
+            if indexer.query_scale is not None:
+                query = indexer.query_scale.apply(backend, query, spec.indexer.head_dim)
             if indexer.query_norm is not None:
                 query = backend.rms_norm(query, indexer.query_norm, spec.indexer.norm_eps, heads)
             query = query if spec.rope is None else backend.rope(query, heads, spec.rope)
             factors = None if indexer.weights is None else indexer.weights.apply(backend, x)
             backend.select(query, factors, heads, index, shape)
-        return backend.attend(q, index, shape, weights.sinks, biases)
+        return backend.attend(q, source, shape, weights.sinks, biases)
 
     @staticmethod
     def _store(
         backend: Backend,
         x: Any,
-        keys_values: tuple[Any, Any | None],
+        keys_values: tuple[Any, Any | None] | None,
         spec: LayerSpec,
         weights: LayerWeights,
         index: int,
     ) -> None:
-        """Store the keys and values of a layer, and the keys that its indexer makes of x."""
+        """Store the keys and values of a layer, if it has some, and the keys that its indexer makes
+        of x."""
         assert spec.attention is not None
         key, indexer = None, weights.indexer
         if spec.indexer is not None and indexer is not None:
@@ -1278,7 +1290,9 @@ class Network:
             if not spec.attention.has_block_keys:
                 key = _normed_key(backend, key, indexer, eps)
             key = key if rope is None else backend.rope(key, 1, rope)
-        backend.store(*keys_values, index, spec.attention, key)
+        k, v = keys_values or (None, None)
+        if k is not None or key is not None:
+            backend.store(k, v, index, spec.attention, key)
 
     def _positioned(
         self,
@@ -1310,6 +1324,25 @@ def _normed_key(backend: Backend, key: Any, weights: IndexerWeights, eps: float)
     if weights.norm_bias is None:
         return backend.rms_norm(key, weights.norm, eps)
     return backend.layer_norm(key, weights.norm, weights.norm_bias, eps)
+
+
+def _latent_keys(
+    backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, latent: LatentSpec
+) -> Any:
+    """The latents of the normed inputs x, and the part of the key behind them, if there is one."""
+    shape = spec.attention
+    assert shape is not None and shape.latent_dim is not None
+    assert weights.key is not None and weights.latent is not None, "checked by `_check_attention`"
+    k, rotary = weights.key.apply(backend, x), None
+    if shape.head_dim > shape.latent_dim:
+        k, rotary = backend.split(k, shape.latent_dim)
+    k = backend.rms_norm(k, weights.latent.norm, latent.norm_eps)
+    if rotary is None:
+        return k
+    if weights.latent.rotary_norm is not None:
+        rotary = backend.rms_norm(rotary, weights.latent.rotary_norm, latent.norm_eps)
+    rotary = rotary if spec.rope is None else backend.rope(rotary, 1, spec.rope)
+    return backend.join(k, rotary)
 
 
 def _block_key(
@@ -1679,7 +1712,7 @@ def _check_attention(
         sizes["query"] = shape.num_heads * spec.query_dim, query_width
         sizes["output"] = hidden, shape.num_heads * spec.latent.value_dim
         del sizes["value"]
-        _check_latent(prefix, spec.latent, shape, layer.latent)
+        _check_latent(prefix, spec.latent, shape, layer.latent, spec.cache_layer is None)
     if (spec.shared_key is None) != (layer.shared_key is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a shared key")
     if spec.shared_key is not None and layer.shared_key is not None:
@@ -1688,6 +1721,10 @@ def _check_attention(
         _check_shared_key(prefix, spec, shape, layer.shared_key, width)
         _check_vector(f"{prefix}the key's norm", layer.key_norm, dim)
     _check_indexer(prefix, spec, layer.indexer, width)
+    if spec.has_query_scale != (layer.query_scale is not None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights scales queries")
+    if layer.query_scale is not None:
+        _check_query_scale(prefix, layer.query_scale, shape.num_heads)
     has_own_keys = spec.cache_layer is None
     if not has_own_keys:
         del sizes["key"]
@@ -1774,12 +1811,13 @@ def _check_query(prefix: str, spec: LowRankQuery | None, layer: LayerWeights, wi
 
 
 def _check_latent(
-    prefix: str, spec: LatentSpec, shape: Attention, weights: LatentWeights | None
+    prefix: str, spec: LatentSpec, shape: Attention, weights: LatentWeights | None, has_norm: bool
 ) -> None:
     rank = shape.value_dim
     if weights is None:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a latent product")
-    _check_vector(f"{prefix}the latent norm", weights.norm, rank)
+    if has_norm:
+        _check_vector(f"{prefix}the latent norm", weights.norm, rank)
     if (weights.rotary_norm is not None) != spec.has_rotary_norm:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a rotary norm")
     if weights.rotary_norm is not None:
@@ -1805,13 +1843,20 @@ def _check_indexer(
     if spec.indexer is None or weights is None:
         return
     heads, dim = spec.indexer.num_heads, spec.indexer.head_dim
-    inner = width if spec.low_rank_query is None else spec.low_rank_query.rank
+    has_inputs = spec.low_rank_query is None or spec.indexer.has_own_query
+    inner = width if has_inputs or not spec.low_rank_query else spec.low_rank_query.rank
     _check_linear(f"{prefix}the indexer's query", weights.query, (heads * dim, inner))
     if isinstance(weights.key, Linear):
         _check_linear(f"{prefix}the indexer's key", weights.key, (dim, width))
     else:
         assert spec.attention is not None
         _check_entry(prefix, spec, spec.attention, weights.key, (dim, width))
+    if spec.indexer.has_own_query:
+        for norm in (weights.input_norm, weights.input_norm_bias):
+            _check_vector(f"{prefix}the norm of the indexer's inputs", norm, width)
+        if weights.query_scale is None:
+            raise CheckpointError(f"{prefix}the indexer's queries have no factors")
+        _check_query_scale(f"{prefix}the indexer's ", weights.query_scale, heads)
     vectors = [weights.norm]
     if spec.indexer.has_weights:
         assert weights.weights is not None
@@ -1822,6 +1867,11 @@ def _check_indexer(
         vectors.append(weights.query_norm)
     for vector in vectors:
         _check_vector(f"{prefix}the indexer's norm", vector, dim)
+
+
+def _check_query_scale(prefix: str, weights: QueryScale, heads: int) -> None:
+    for name, vector in vars(weights).items():
+        _check_vector(f"{prefix}{name} of the factors of queries", vector, heads)
 
 
 def _check_recurrent(

@@ -142,6 +142,8 @@ class IndexerSpec:
         head_dim: Numbers of a query and of the key, a multiple of 8.
         interleaved_rope: Whether checkpoints store rows for rotary pairs (2i, 2i + 1) (GLM-5).
         norm_eps: Of the norm of keys, and of queries.
+        has_own_query: Whether queries are made of the attention's inputs, which have a layer norm
+            of the indexer's, and have factors (`LayerSpec.has_query_scale`).
         has_weights: Whether the heads' scores are weighted and added, and keys have a layer norm.
             Else each head selects for its part of the key heads (MiniMax-M3), and both keys and
             queries have an RMS norm.
@@ -152,6 +154,7 @@ class IndexerSpec:
     interleaved_rope: bool = False
     norm_eps: float = 1e-6
     has_weights: bool = True
+    has_own_query: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +311,8 @@ class LayerSpec:
             layers behind it are those before it once more (Nanbeige).
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
+        has_query_scale: Whether the heads' queries have factors that depend on the position
+            (`QueryScale`).
         has_residual_gates: Whether the input of each sublayer is multiplied by factors
             (`LayerWeights.attention_residual`, `LayerWeights.mlp_residual`) before its output is
             added (Muse Spark).
@@ -360,6 +365,7 @@ class LayerSpec:
     ends_loop: bool = False
     has_residual_gates: bool = False
     has_head_norm: bool = False
+    has_query_scale: bool = False
 
     @property
     def of_shared_mlp(self) -> LayerSpec:
@@ -737,8 +743,16 @@ class ModelSpec:
 
     @property
     def cache_shapes(self) -> list[Attention | None]:
-        """The attention of each layer that has keys and values of its own."""
-        return [None if x.cache_layer is not None else x.attention for x in self.layers]
+        """The attention of each layer that has keys and values of its own, or those of an
+        indexer, without other keys."""
+        shapes = []
+        for layer in self.layers:
+            shape = layer.attention
+            if layer.cache_layer is not None:
+                has_keys = shape is not None and layer.indexer is not None
+                shape = replace(shape, num_kv_heads=0) if shape and has_keys else None
+            shapes.append(shape)
+        return shapes
 
     @property
     def recurrences(self) -> dict[int, Recurrence]:
@@ -942,6 +956,8 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     if layer.has_attention_inner_norm:
         if layer.attention is None or layer.latent is not None or layer.recurrence is not None:
             raise ConfigError(f"{prefix}an inner norm needs attention without latents")
+    if layer.has_query_scale and (layer.latent is None or layer.query_dim % 2):
+        raise ConfigError(f"{prefix}factors of queries need latent attention with even queries")
     if layer.has_head_norm and (layer.attention is None or layer.latent or layer.shared_key):
         raise ConfigError(f"{prefix}norms of heads need attention without latents")
     if layer.has_residual_gates and (layer.norms != "both" or layer.is_parallel or layer.memory):
@@ -970,11 +986,11 @@ def _check_cache_layer(prefix: str, layers: tuple[LayerSpec, ...], index: int) -
     integer(f"{prefix}cache_layer", layer.cache_layer, 0, index - 1)
     own, source = layer.attention, layers[layer.cache_layer]
     is_source = source.attention is not None and source.cache_layer is None
-    if own is None or not is_source or layer.latent is not None or source.latent is not None:
+    if own is None or not is_source or (layer.latent is None) != (source.latent is None):
         allowed = "an earlier layer with keys and values of its own, for a layer with attention"
         raise refusal(f"{prefix}cache_layer", layer.cache_layer, allowed)
     assert source.attention is not None
-    for name in ("num_kv_heads", "head_dim"):
+    for name in ("num_kv_heads", "head_dim", "latent_dim"):
         if getattr(own, name) != getattr(source.attention, name):
             allowed = f"{getattr(source.attention, name)}, as in layer {layer.cache_layer}"
             raise refusal(f"{prefix}{name}", getattr(own, name), allowed)
@@ -1125,8 +1141,9 @@ def _check_selected(prefix: str, layer: LayerSpec, shape: Attention) -> None:
             allowed = f"a divisor of the {shape.num_kv_heads} key heads"
             raise refusal(f"{prefix}num_selections", count, allowed)
         window = None if layer.shared_key is not None else shape.window
-        others = (window, shape.chunk, shape.slopes, layer.cache_layer)
+        others = (window, shape.chunk, shape.slopes)
         has_others = any(other is not None for other in others) or layer.is_differential
+        has_others = has_others or (layer.cache_layer is not None and shape.latent_dim is None)
         if has_others or layer.bias_reach or layer.has_relative_positions:
             raise ConfigError(
                 f"{prefix}attention to selected positions has no window, no biases and keys of its"
@@ -1149,7 +1166,8 @@ def _check_block_keys(prefix: str, layer: LayerSpec, shape: Attention) -> None:
 
 
 def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: Attention) -> None:
-    if shape.top_k is None or (indexer.has_weights and layer.low_rank_query is None):
+    has_query = layer.low_rank_query is not None or indexer.has_own_query
+    if shape.top_k is None or (indexer.has_weights and not has_query):
         raise ConfigError(f"{prefix}an indexer lacks one of top_k and low_rank_query")
     num_selections = 1 if indexer.has_weights else indexer.num_heads
     if shape.num_selections != num_selections:

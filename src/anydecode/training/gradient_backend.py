@@ -151,13 +151,13 @@ class GradientBackend(ReferenceBackend):
 
     def store(
         self,
-        k: torch.Tensor,
+        k: torch.Tensor | None,
         v: torch.Tensor | None,
         layer: int,
         shape: Attention,
         index_key: torch.Tensor | None = None,
     ) -> None:
-        if v is None or shape.top_k is not None:
+        if k is None or v is None or shape.top_k is not None:
             raise UnsupportedCombinationError(
                 "attention to latents or to selected positions is not trained"
             )

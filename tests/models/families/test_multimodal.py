@@ -168,6 +168,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "merge_size": 1,
         },
     ),
+    "MistralLarge4": (
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 9,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        {**VISION, "model_type": "pixtral", "head_dim": 8},
+    ),
     "MuseSpark": (
         {
             "num_hidden_layers": 4,

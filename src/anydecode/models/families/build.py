@@ -20,6 +20,7 @@ from anydecode.models.families.distance_biases import read_distance_biases
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_indexer, read_latent, read_low_rank_query
+from anydecode.models.families.learned_rope import with_learned_rope
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.residual_gates import read_residual_gates
@@ -112,21 +113,29 @@ def load_network(
     """
     with untrusted(checkpoint.path):
         spec = spec_from_config(checkpoint.config, dtype=dtype, max_positions=max_positions)
-        network = Network(spec, _read_weights(checkpoint, spec, dtype, keeps_updates))
+        reader = _reader(checkpoint, dtype, keeps_updates)
+        if FAMILIES[text_config(checkpoint.config)["model_type"]].has_learned_rope:
+            spec = with_learned_rope(reader, spec)
+        network = Network(spec, _read_weights(checkpoint, spec, reader))
         for path, factors in checkpoint.adapters:
             set_adapter(path, factors, network)
         return network
 
 
-def _read_weights(
-    checkpoint: Checkpoint, spec: ModelSpec, dtype: str | None, keeps_updates: bool
-) -> ModelWeights:
-    """Read all weights of a model, converted to `dtype`."""
+def _reader(checkpoint: Checkpoint, dtype: str | None, keeps_updates: bool) -> TensorReader:
+    """The reader of the tensors of a checkpoint."""
     config = text_config(checkpoint.config)
     family = FAMILIES[config["model_type"]]
     name = _embedding_name(checkpoint, family)
     stored_name = None if family.stored_name is None else partial(family.stored_name, config)
-    reader = TensorReader(checkpoint, dtype, name, keeps_updates, stored_name)
+    return TensorReader(checkpoint, dtype, name, keeps_updates, stored_name)
+
+
+def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, reader: TensorReader) -> ModelWeights:
+    """Read all weights of a model."""
+    config = text_config(checkpoint.config)
+    family = FAMILIES[config["model_type"]]
+    name = _embedding_name(checkpoint, family)
     shape = (spec.vocab_size, spec.hidden_size)
     unused = family.num_unused_embeddings
     embedding = reader.matrix(
@@ -513,8 +522,9 @@ class _LayerReader:
 
     def _scale_ranks(self, layer: LayerWeights) -> None:
         """Multiply the norms of latent attention by the factors of queries and latents."""
-        assert layer.latent is not None and layer.query_down_norm is not None
+        assert layer.latent is not None
         for norm in (layer.latent.norm, layer.query_down_norm):
+            assert norm is not None, "the queries have a low rank, and the layer has latents"
             norm *= np.float32((self._hidden / len(norm)) ** 0.5)
 
     def _multiply(self, layer: LayerWeights) -> None:

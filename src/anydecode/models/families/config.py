@@ -155,6 +155,7 @@ _MULTIMODAL = (
     "MiniMaxM3SparseForConditionalGeneration",
     "MiniMaxVL01ForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "MistralLarge4ForConditionalGeneration",
     "MllamaForConditionalGeneration",
     "Molmo2ForConditionalGeneration",
     "MuseGlimmerForConditionalGeneration",
@@ -584,7 +585,8 @@ def _indexed(
     heads = int_value(config, "index_n_heads", high=MAX_COUNT)
     dim = int_value(config, "index_head_dim", high=MAX_COUNT)
     shape = replace(shape, index_dim=dim, num_selections=1 if has_weights else heads)
-    indexer = IndexerSpec(heads, dim, bool_value(config, "indexer_rope_interleave"))
+    is_interleaved = bool_value(config, "indexer_rope_interleave")
+    indexer = IndexerSpec(heads, dim, is_interleaved, has_own_query=family.has_query_scale)
     if not has_weights:
         indexer = replace(indexer, has_weights=False, norm_eps=_norm_eps(config, family))
     return indexer, shape
@@ -786,6 +788,7 @@ def _layers(
                 bias_reach=BIAS_REACH if family.has_distance_biases else 0,
                 has_relative_positions=family.has_relative_positions,
                 memory="side" if is_side else _attention_memory(config, family, layer),
+                has_query_scale=family.has_query_scale,
                 has_residual_gates=family.has_residual_gates,
                 has_head_norm=family.has_head_norm,
                 ends_loop=has_loop_norms and (layer + 1) % loop_size == 0 and layer + 1 < count,

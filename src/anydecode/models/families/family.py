@@ -253,6 +253,9 @@ class Family:
         has_distance_biases: Whether scores have learned biases by distance, see
             `LayerSpec.bias_reach`.
         has_relative_positions: See `LayerSpec.has_relative_positions`.
+        has_query_scale: See `LayerSpec.has_query_scale`; its indexers have queries of their own.
+        has_learned_rope: Whether a tensor of the checkpoint has the logarithms of factors of the
+            rotary frequencies.
         has_residual_gates: See `LayerSpec.has_residual_gates`. The norm behind attention has no
             weights, and those of the norm behind the MLP multiply its input.
         has_head_norm: See `LayerSpec.has_head_norm`.
@@ -337,6 +340,8 @@ class Family:
     is_differential: bool = False
     has_distant_pairs: bool = False
     has_query_growth: bool = False
+    has_query_scale: bool = False
+    has_learned_rope: bool = False
     has_residual_gates: bool = False
     has_head_norm: bool = False
     has_distance_biases: bool = False

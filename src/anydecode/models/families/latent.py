@@ -14,6 +14,7 @@ from anydecode.models.families.values import Config, bool_value
 from anydecode.models.families.weights import TensorReader, attention_name
 from anydecode.models.linear import Linear
 from anydecode.models.network import IndexerWeights, LatentWeights, LayerWeights
+from anydecode.models.query_scale import QueryScale
 from anydecode.models.shared_key import EntryWeights
 from anydecode.models.spec import IndexerSpec, LatentSpec, LayerSpec
 
@@ -40,7 +41,8 @@ def read_latent(
     assert shape is not None and latent is not None, "the layer has latent attention"
     has_bias, heads = bool_value(config, "attention_bias"), shape.num_heads
     keys, values = _heads(reader, name, shape, latent)
-    norm = reader.vector(f"{name}.kv_a_layernorm.weight", shape.value_dim)
+    has_keys = spec.cache_layer is None
+    norm = reader.vector(f"{name}.kv_a_layernorm.weight", shape.value_dim) if has_keys else None
     weights.latent = LatentWeights(norm, keys, values)
     if latent.has_rotary_norm:
         rotary = reader.vector(
@@ -60,8 +62,11 @@ def read_latent(
         size = heads * spec.query_dim, hidden
         weights.query = reader.linear(f"{name}.q_proj", size, False, rows=spec.query_order())
     size = shape.head_dim, hidden
-    name_down = f"{name}.kv_a_proj_with_mqa"
-    weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
+    if has_keys:
+        name_down = f"{name}.kv_a_proj_with_mqa"
+        weights.key = reader.linear(name_down, size, has_bias, rows=spec.key_order())
+    if spec.has_query_scale:
+        weights.query_scale = _read_query_scale(reader, name, heads)
     size = hidden, heads * latent.value_dim
     output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
     weights.output = reader.linear(output, size, has_bias)
@@ -105,10 +110,11 @@ def _read_weighted_indexer(
     reader: TensorReader, spec: LayerSpec, indexer: IndexerSpec, name: str, hidden: int
 ) -> IndexerWeights:
     """Read the indexer of a layer; the matrix of its weights in the stored format."""
-    assert spec.low_rank_query is not None
-    name = f"{name}.indexer"
-    heads, dim = indexer.num_heads, indexer.head_dim
-    rank, order = spec.low_rank_query.rank, spec.indexer_order(1)
+    name, order = f"{name}.indexer", spec.indexer_order(1)
+    heads, dim, rank = indexer.num_heads, indexer.head_dim, hidden
+    if not indexer.has_own_query:
+        assert spec.low_rank_query is not None, "checked by `ModelSpec`"
+        rank = spec.low_rank_query.rank
     queries = reader.linear(
         f"{name}.wq_b", (heads * dim, rank), False, rows=spec.indexer_order(heads)
     )
@@ -119,7 +125,20 @@ def _read_weighted_indexer(
     weights = reader.matrix(f"{name}.weights_proj", (heads, hidden), keep_format=True)
     norms = [reader.vector(f"{name}.k_norm.{part}", dim) for part in ("weight", "bias")]
     norm, bias = norms if order is None else (vector[order] for vector in norms)
-    return IndexerWeights(queries, key, norm, Linear(weights), bias)
+    found = IndexerWeights(queries, key, norm, Linear(weights), bias)
+    if indexer.has_own_query:
+        found.input_norm, found.input_norm_bias = (
+            reader.vector(f"{name}.q_input_norm.{part}", hidden) for part in ("weight", "bias")
+        )
+        found.query_scale = _read_query_scale(reader, name, heads)
+    return found
+
+
+def _read_query_scale(reader: TensorReader, name: str, heads: int) -> QueryScale:
+    slope, start = (
+        reader.vector(f"{name}.softmax_scaling.{part}", heads) for part in ("scale", "bias")
+    )
+    return QueryScale(slope, start)
 
 
 def _block_keys(reader: TensorReader, values: Linear, name: str, size: int) -> EntryWeights:

@@ -114,6 +114,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=2.5,
         n_routed_experts=256,
     ),
+    "mistral_large4_text": _sizes(
+        *(204800, 6144, 24576, 72, 64, 64, 1048576),
+        moe_intermediate_size=6144,
+        kv_lora_rank=512,
+        v_head_dim=128,
+        num_experts_per_tok=4,
+        n_routed_experts=128,
+    ),
     "muse_spark_text": _sizes(
         *(202048, 8192, 16384, 62, 128, 16, 1048576),
         moe_intermediate_size=4096,

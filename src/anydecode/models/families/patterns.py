@@ -241,8 +241,14 @@ def cache_layers(config: Config, layer_types: list[str]) -> list[int | None]:
     """Gemma 3n and 4: for each layer, the earlier one whose keys and values it shares, or None.
 
     The last `num_kv_shared_layers` layers share those of the last layer of their type before them.
+    Mistral Large 4 lists them, a layer with keys of its own by its own number.
     """
     count = len(layer_types)
+    listed = list_value(config, "kv_source_layers", int)
+    if listed is not None:
+        if len(listed) < count:
+            raise refusal("kv_source_layers", listed, f"a list of {count} layers")
+        return [None if source == layer else source for layer, source in enumerate(listed[:count])]
     num_shared = int_value(config, "num_kv_shared_layers", 0, low=0, high=count - 1)
     own = layer_types[: count - num_shared]
     missing = {SLIDING, FULL, CHUNKED} & (set(layer_types) - set(own))

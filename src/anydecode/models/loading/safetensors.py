@@ -27,6 +27,7 @@ from anydecode.models.loading import (
     gpt,
     hrm_text,
     llada,
+    mistral,
     molmo2,
     plamo,
     rwkv6,
@@ -114,6 +115,8 @@ def load_folder(path: Path) -> Checkpoint:
         config, readers = gpt.to_hf_layout(config, readers)
     if deepseek.is_deepseek_v4(config, readers):
         config, readers = deepseek.to_hf_layout(config, readers)
+    if mistral.is_mistral_large4(config, readers):
+        readers = mistral.to_hf_layout(readers)
     pooling = read_pooling(path, config)
     if pooling is not None:
         config = _with_head(config)
