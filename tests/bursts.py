@@ -146,13 +146,20 @@ def shared_drafts_by_rule(
     return found
 
 
-def drafts_by_rule(
+def drafts_by_rule(burst: Burst, sizes: tuple[int, ...] = NGRAM_SIZES) -> list[list[int]]:
+    """The drafts of a burst without a drafter; see `scored_by_rule`."""
+    return [draft for draft, _ in scored_by_rule(burst, sizes=sizes)]
+
+
+def scored_by_rule(
     burst: Burst,
     chains: Mapping[int, Chain] | None = None,
+    siblings: Mapping[int, tuple[int, float]] | None = None,
     sizes: tuple[int, ...] = NGRAM_SIZES,
-) -> list[list[int]]:
-    """The drafts of a burst by `MatchCursor`, `best_draft` and the chains that its drafter drafts
-    at each length of the text."""
+) -> list[tuple[list[int], int | None]]:
+    """The draft of each pass of a burst and the sibling of its first token, by `MatchCursor`,
+    `best_draft`, and the chains and siblings that its drafter drafts at each length of the text,
+    with the probabilities that it gives them."""
     drafts, drafter, cursors = burst.drafts, burst.drafter, []
     for text in burst.texts:
         history = NgramIndex(sizes)
@@ -166,8 +173,8 @@ def drafts_by_rule(
     can_draft, num_due = drafter is not None and len(drafter.tokens) > 0, 0
     if drafter is not None:
         num_due = drafter.num_due
-    tokens, found = list(burst.tokens), []
-    for given in drafts.drafts:
+    tokens, found = list(burst.tokens), list[tuple[list[int], int | None]]()
+    for given, given_sibling in zip(drafts.drafts, drafts.siblings, strict=True):
         num_read = len(burst.tokens) - len(tokens)
         room = min(len(costs) - 1, burst.num_steps - num_read - 1)
 
@@ -183,19 +190,32 @@ def drafts_by_rule(
         copied = cursors[best].chain(room)
         copied_paths = paths([chance(best, depth) for depth in range(len(copied))])
         count, rate = best_draft(copied_paths, costs, 0, 0.0)
-        draft = copied[:count]
+        draft, sibling = copied[:count], None
         if drafter is not None and chains is not None and can_draft and room:
             if num_due or rate < drafter.rate:
                 chain, chances = followed(drafter, chains[len(own)], costs, room)
                 num_due, spent = max(0, num_due - 1), drafter.seconds * len(chain)
                 with_drafting = [seconds + spent for seconds in costs]  # also without a draft
-                count, rate = best_draft(paths(chances), with_drafting, 0, 0.0)
-                draft = chain[:count]
+                path, first = paths(chances), len(chain)
+                longest = min(room, drafter.max_drafts)
+                if siblings is not None and drafter.sibling_chances is not None and first < longest:
+                    sibling, probability = siblings[len(own)]
+                    share = drafter.sibling_chances[min(int(2 * probability * 10), 9)]
+                    if share >= drafts.min_probability:
+                        first = sum(one >= share for one in path)
+                        path.insert(first, share)
+                count, rate = best_draft(path, with_drafting, 0, 0.0)
+                draft, sibling = (
+                    chain[: count - (count > first)],
+                    sibling if count > first else None,
+                )
                 count, copied_rate = best_draft(copied_paths, with_drafting, 0, 0.0)
                 if copied_rate > rate:
-                    draft = copied[:count]
+                    draft, sibling = copied[:count], None
         can_draft = drafter is not None
-        found.append(draft)
+        found.append((draft, sibling))
+        if len(tokens) > 1 and tokens[0] == given_sibling and given[:1] != tokens[:1]:
+            given = [given_sibling]
         kept = 0
         while kept < min(len(given), len(tokens) - 1) and tokens[kept] == given[kept]:
             kept += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import eagle3_checkpoint, eagle_checkpoint, with_drafter
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.acceptance import TokenExact
+from anydecode.decoders.framework.draft_candidates import draft_token
 from anydecode.decoders.framework.speculation import verify_tree
 from anydecode.decoders.speculative.auto import MAX_BURST_TOKENS
 from anydecode.decoders.speculative.draft_model import draft_chain
@@ -24,6 +26,7 @@ from anydecode.kernels.drafting import BoundDrafts
 from anydecode.kernels.interface import MAX_MATCH, NUM_BINS, BurstDrafter, BurstDrafts, CopyText
 from anydecode.kernels.library import load_library
 from anydecode.kernels.native import NativeExecutor
+from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
@@ -34,7 +37,7 @@ from anydecode.sampling import sampler
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
 from anydecode.scoring.tree import TokenTree
-from bursts import Burst, Chain, drafts_by_rule, recorded
+from bursts import Burst, Chain, recorded, scored_by_rule
 from draft_folders import drafter_folder, target_folder
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
@@ -61,6 +64,11 @@ def _fixed_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelSource, "expected", lambda self, seconds: replace(record))
 
 
+def _keep_row(rows: list[np.ndarray], sampler: Any, row: np.ndarray, token: int) -> bool:
+    rows.append(row.copy())
+    return True
+
+
 class Chains(Decoder):
     """Decodes token by token, and drafts a chain before each of them."""
 
@@ -68,6 +76,7 @@ class Chains(Decoder):
 
     def __init__(self) -> None:
         self.chains: dict[int, Chain] = {}
+        self.siblings: dict[int, tuple[int, float]] = {}  # what would be sampled without the first
 
     def decode(self, sequence: Sequence) -> Decoding:
         while not sequence.finished:
@@ -76,6 +85,17 @@ class Chains(Decoder):
                 probabilities: list[float] = []
                 tokens = yield from draft_chain(sequence, [], 8, probabilities=probabilities)
                 self.chains[sequence.length] = tokens, probabilities
+                sequence.align(DRAFT)
+                rows: list[np.ndarray] = []
+                keep = partial(_keep_row, rows)
+                yield from draft_chain(sequence, [], 1, should_stop=keep)
+                row = rows[0]
+                weights = np.exp(row - row.max())
+                row[tokens[0]] = -np.inf
+                sampler = sequence.sampler.fork()
+                sibling = draft_token(sequence, sampler, row, sequence.length)
+                assert sibling is not None
+                self.siblings[sequence.length] = sibling, weights[sibling] / weights.sum()
             yield from verify_tree(sequence, TokenTree(), TokenExact())
 
 
@@ -107,9 +127,21 @@ def drafted(bursts: list[Burst]) -> list[list[int]]:
     ]
 
 
-def with_rule(bursts: list[Burst], chains: dict[int, Chain]) -> list[list[int]]:
-    """The drafts of bursts by their rule."""
-    return [draft for burst in bursts for draft in drafts_by_rule(burst, chains)]
+def scored(bursts: list[Burst]) -> list[tuple[list[int], int | None]]:
+    """The drafts of bursts with their siblings."""
+    return [
+        one for burst in bursts
+        for one in zip(burst.drafts.drafts, burst.drafts.siblings, strict=True)
+    ]  # fmt: skip
+
+
+def with_rule(
+    bursts: list[Burst], outside: Chains, chains: dict[int, Chain] | None = None
+) -> list[tuple[list[int], int | None]]:
+    """The drafts of bursts and their siblings by their rule, with the chains and siblings of
+    `outside`, or with other chains."""
+    chains = outside.chains if chains is None else chains
+    return [one for burst in bursts for one in scored_by_rule(burst, chains, outside.siblings)]
 
 
 @pytest.mark.usefixtures("_fixed_records")
@@ -127,15 +159,61 @@ def test_the_text_is_that_without_drafts_and_the_drafts_those_outside_bursts(
             assert not bursts
             answer = llm.generate(prompt, decoder="auto", trace=True, **options)
             assert answer.tokens == plain.tokens
-            drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
-            assert drafts == with_rule(bursts, outside.chains)
+            drafts = scored(bursts)
+            assert drafts == with_rule(bursts, outside)
             late = {length: outside.chains.get(length + 1, ([], [])) for length in outside.chains}
-            assert drafts != with_rule(bursts, late)
+            assert drafts != with_rule(bursts, outside, late)
             assert_counts(answer)
             every += bursts
             bursts.clear()
         llm.engine.check_integrity()
     assert len(drafted(every)) > 40 and max(map(len, drafted(every))) > 1
+
+
+def accepted_siblings(bursts: list[Burst]) -> list[tuple[int, int]]:
+    """Of each accepted sibling after which the burst goes on, the number of drafts beside it, and
+    its position among the tokens of the burst."""
+    found = []
+    for burst in bursts:
+        first = 0
+        for draft, sibling in zip(burst.drafts.drafts, burst.drafts.siblings, strict=True):
+            left = burst.tokens[first:]
+            kept = count_equal(draft, left)
+            if not kept and count_equal([sibling], left):
+                found.append((len(draft), first))
+                kept = 1
+            first += 1 + kept
+    return found
+
+
+@pytest.mark.usefixtures("_fixed_records")
+@TEMPERATURES
+@DRAFTERS
+def test_accepted_siblings_keep_the_text_if_their_keys_move(
+    drafter: Callable[..., Any], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**OPTIONS, "temperature": temperature, "max_tokens": 200}
+    siblings = np.full(NUM_BINS, 0.3)
+    monkeypatch.setattr(LearnedDrafts, "sibling_chances", lambda self: siblings)
+    with llm_with(drafter) as llm, recorded(llm) as bursts:
+        plain = [llm.generate(one, decoder="autoregressive", **options).tokens for one in PROMPTS]
+        answers = [llm.generate(one, decoder="auto", trace=True, **options) for one in PROMPTS]
+        assert [answer.tokens for answer in answers] == plain
+        for answer in answers:
+            assert_counts(answer)
+        # Beside a draft, whose slot the sibling takes; later steps read it.
+        assert len([1 for num_drafts, _ in accepted_siblings(bursts) if num_drafts]) > 5
+        llm.engine.check_integrity()
+        further = [[*llm.encode(one), *tokens] for one, tokens in zip(PROMPTS, plain, strict=True)]
+        cached = [llm.generate(one, decoder="autoregressive", **options) for one in further]
+        llm.clear()
+        fresh = [llm.generate(one, decoder="autoregressive", **options) for one in further]
+        assert [one.tokens for one in cached] == [one.tokens for one in fresh]
+        assert all(one.stats.num_cached_tokens > 100 for one in cached)
+        llm.clear()
+        monkeypatch.setattr(SequenceCache, "reorder", lambda self, start, slots: None)
+        wrong = [llm.generate(one, decoder="auto", **options).tokens for one in PROMPTS]
+    assert wrong != plain
 
 
 @pytest.mark.usefixtures("_fixed_records")
@@ -153,17 +231,21 @@ def test_drafts_with_the_noise_of_samples_are_right_more_often_than_likely_ones(
             assert llm.generate(prompt, decoder="auto", **options).tokens == plain.tokens
             for burst in bursts:
                 length, first = len(burst.texts[0].tokens), 0
-                for draft, source in zip(burst.drafts.drafts, burst.drafts.sources, strict=True):
+                given = burst.drafts
+                for draft, sibling, source in zip(
+                    given.drafts, given.siblings, given.sources, strict=True
+                ):
+                    left = burst.tokens[first:]
                     if draft and source == len(burst.texts):
                         num_drafts += 1
-                        num_right += draft[0] == burst.tokens[first]
-                        num_likely += likely.tokens[length + first] == burst.tokens[first]
-                    first += 1 + count_equal(draft, burst.tokens[first:])
+                        num_right += draft[0] == left[0]
+                        num_likely += likely.tokens[length + first] == left[0]
+                    first += 1 + (count_equal(draft, left) or count_equal([sibling], left))
             bursts.clear()
     assert num_drafts > 100 and num_right > 1.05 * num_likely
 
 
-def count_equal(draft: list[int], tokens: list[int]) -> int:
+def count_equal(draft: list[Any], tokens: list[int]) -> int:
     """How many tokens of a draft are kept, where at least one more follows."""
     count = 0
     while count < min(len(draft), len(tokens) - 1) and draft[count] == tokens[count]:
@@ -195,8 +277,7 @@ def test_packed_weights_keep_the_text(tmp_path: Path, dtype: str, temperature: f
         outside = Chains()
         plain = llm.generate([5, 6, 7], decoder=outside, **options)
         assert llm.generate([5, 6, 7], decoder="auto", **options).tokens == plain.tokens
-        drafts = [draft for burst in bursts for draft in burst.drafts.drafts]
-        assert drafts == with_rule(bursts, outside.chains) and drafted(bursts)
+        assert scored(bursts) == with_rule(bursts, outside) and drafted(bursts)
         llm.engine.check_integrity()
 
 
@@ -307,9 +388,10 @@ def test_a_pass_whose_sample_is_left_to_the_sampler_is_no_rejection(
     source.learned = learned
     drafts = BurstDrafts([], np.array([1e-3, 2e-3]), 1.0, 0.0)
     drafts.drafts, drafts.sources, drafts.probabilities = [[5, 6]] * 2, [0, 0], [[0.95, 0.95]] * 2
+    drafts.rows, drafts.siblings = [3, 3], [None, None]
     drafter = BurstDrafter.__new__(BurstDrafter)
     drafter.num_due, drafter.draft_seconds, drafter.num_drafted = 0, [1e-4] * 2, [2] * 2
-    drafter.num_unread = [1, 1]
+    drafter.num_unread, drafter.siblings = [1, 1], [-1, -1]
 
     def taught(tokens: list[list[int]]) -> list[list[float]]:
         """The hits and the tries that passes with these tokens teach, at depths 0 and 1."""
@@ -333,9 +415,10 @@ def test_drafting_counts_where_a_copy_was_taken_instead(monkeypatch: pytest.Monk
     text = CopyText(np.zeros(1, np.int32), 1, 0, 0, np.zeros(65))
     drafts = BurstDrafts([text], np.array([1e-3, 2e-3]), 1.0, 0.0)
     drafts.drafts, drafts.sources, drafts.probabilities = [[5, 6]] * 2, [0, 0], [[0.9, 0.9]] * 2
+    drafts.rows, drafts.siblings = [3, 3], [None, None]
     drafter = BurstDrafter.__new__(BurstDrafter)
     drafter.num_due, drafter.draft_seconds, drafter.num_drafted = 0, [1e-4, 0.0], [3, 0]
-    drafter.num_unread = [1, 0]
+    drafter.num_unread, drafter.siblings = [1, 0], [7, -1]
     source.observe_burst(drafter, drafts, [[5, 7], [5, 7]])
     assert rounds == [(2, 1, 1e-4, 3)]
     assert source.num_undrafted == source.learned.num_undrafted == 2
@@ -423,6 +506,8 @@ def bound(**changes: Any) -> BoundDrafts:
         ({"chances": np.zeros((2, NUM_BINS), np.float32)}, "every depth and probability"),
         ({"mean_chances": np.zeros(3)}, "every depth and probability"),
         ({"mean_chances": np.zeros(2, np.float32)}, "mean chances"),
+        ({"sibling_chances": np.zeros(3)}, "sibling chances"),
+        ({"sibling_chances": np.zeros(NUM_BINS, np.float32)}, "sibling chances"),
     ],
 )
 def test_arrays_that_the_kernels_would_read_outside_are_refused(

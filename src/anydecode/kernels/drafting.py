@@ -31,12 +31,23 @@ class BoundDrafts:
         drafts: Those of each sequence; a single one may have a drafter. Costs and limits are those
             of the first. Their results are set by `store`.
         step_limits: Maximum number of tokens of each sequence.
+        table: The slots by position of a single sequence, int32; without it, or without a drafter,
+            there are no siblings.
+
+    Attributes:
+        table: The table that the pass is to read, in which accepted siblings change slots with
+            other rows; None: the given one.
 
     Raises:
         ValueError: An array has the wrong type or size, or a match is outside its text.
     """
 
-    def __init__(self, drafts: Sequence[BurstDrafts], step_limits: Sequence[int]) -> None:
+    def __init__(
+        self,
+        drafts: Sequence[BurstDrafts],
+        step_limits: Sequence[int],
+        table: np.ndarray | None = None,
+    ) -> None:
         costs = np.ascontiguousarray(drafts[0].costs, np.float64)
         max_drafts, max_passes = len(costs) - 1, drafts[0].max_passes
         num_texts = sum(len(one.texts) for one in drafts)
@@ -69,10 +80,12 @@ class BoundDrafts:
                 bound.tokens, bound.chances = address_of(text.tokens), address_of(text.chances)
                 bound.length, bound.position, bound.match = text.length, text.position, text.match
                 num_bound += 1
-        self._drafter = None
+        self._drafter, self.table = None, None
         drafter = drafts[0].drafter if len(drafts) == 1 else None
         if drafter is not None:
-            self._drafter = _BoundDrafter(drafter, step_limits[0], max_passes)
+            if drafter.sibling_chances is not None and table is not None:
+                self.table = np.array(table, np.int32)
+            self._drafter = _BoundDrafter(drafter, step_limits[0], max_passes, self.table)
         self._native = Drafting(
             sequences=ctypes.addressof(self._sequences),
             costs=address_of(self._costs),
@@ -93,6 +106,7 @@ class BoundDrafts:
             zip(self._drafts, self._results[:, :num_passes].tolist(), strict=True)
         ):
             one.rows, one.seconds = [count + 1 for count in counts], seconds
+            one.siblings, one.table = [None] * num_passes, self.table
             one.sources, one.drafts, one.probabilities = self._of_passes(index, counts, max_passes)
             one.matches = []
             for text in range(num_bound, num_bound + len(one.texts)):
@@ -104,6 +118,9 @@ class BoundDrafts:
             num_bound += len(one.texts)
         if self._drafter is not None:
             self._drafter.store(num_passes)
+            self._drafts[0].siblings = siblings = self._drafter.scored_siblings(num_passes)
+            for number, sibling in enumerate(siblings):
+                self._drafts[0].rows[number] += sibling is not None
 
     def _of_passes(
         self, index: int, counts: list[int], max_passes: int
@@ -123,7 +140,13 @@ class BoundDrafts:
 class _BoundDrafter:
     """The memory of the drafter of one multi-step pass."""
 
-    def __init__(self, drafter: BurstDrafter, num_steps: int, max_passes: int) -> None:
+    def __init__(
+        self,
+        drafter: BurstDrafter,
+        num_steps: int,
+        max_passes: int,
+        table: np.ndarray | None,
+    ) -> None:
         num_known, width = drafter.states.shape
         capacity = num_known + num_steps
         slots = drafter.table[drafter.first : drafter.first + capacity]
@@ -136,12 +159,20 @@ class _BoundDrafter:
             raise ValueError("a drafter needs the float64 chances of every depth and probability")
         if not len(chances) or drafter.mean_chances.dtype != np.float64:
             raise ValueError("a drafter needs the float64 mean chances of every depth")
+        siblings = drafter.sibling_chances
+        if siblings is not None and (siblings.dtype != np.float64 or siblings.shape != (NUM_BINS,)):
+            raise ValueError("a drafter needs the float64 sibling chances of every probability")
         self._drafter = drafter
         self._states = np.empty((capacity, width), np.float32)
         self._states[:num_known] = drafter.states
         self._chances = np.ascontiguousarray(chances)
         self._mean_chances = np.ascontiguousarray(drafter.mean_chances)
-        self._num_drafted, self._num_unread = np.zeros((2, max_passes), np.int32)
+        self._sibling_chances = None
+        if siblings is not None and table is not None:
+            self._sibling_chances = np.ascontiguousarray(siblings)
+        counts = np.zeros((4, max_passes), np.int32)
+        self._num_drafted, self._num_unread, self._siblings, self._num_siblings = counts
+        self._sibling_probabilities = np.zeros(max_passes, np.float32)
         self._seconds = np.zeros(max_passes)
         self._order = np.arange(MAX_BURST_DRAFTS + 1, dtype=np.int32)
         self._captures = (Capture * len(drafter.layers))()
@@ -156,6 +187,8 @@ class _BoundDrafter:
             states=address_of(self._states),
             chances=address_of(self._chances),
             mean_chances=address_of(self._mean_chances),
+            sibling_chances=_address(self._sibling_chances),
+            table=_address(table),
             rate=drafter.rate,
             seconds=drafter.seconds,
             num_captures=len(drafter.layers),
@@ -166,6 +199,9 @@ class _BoundDrafter:
             num_drafted=address_of(self._num_drafted),
             num_unread=address_of(self._num_unread),
             draft_seconds=address_of(self._seconds),
+            siblings=address_of(self._siblings),
+            num_siblings=address_of(self._num_siblings),
+            sibling_probabilities=address_of(self._sibling_probabilities),
         )
 
     def store(self, num_passes: int) -> None:
@@ -175,6 +211,17 @@ class _BoundDrafter:
         drafter.num_drafted = self._num_drafted[:num_passes].tolist()
         drafter.num_unread = self._num_unread[:num_passes].tolist()
         drafter.draft_seconds = self._seconds[:num_passes].tolist()
+        drafter.siblings = self._siblings[:num_passes].tolist()
+        drafter.sibling_probabilities = self._sibling_probabilities[:num_passes].tolist()
+
+    def scored_siblings(self, num_passes: int) -> list[int | None]:
+        """The sibling that each pass has scored; None: none."""
+        tokens = zip(self._siblings.tolist(), self._num_siblings.tolist(), strict=True)
+        return [token if count else None for token, count in tokens][:num_passes]
+
+
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else address_of(array)
 
 
 def _check(text: CopyText, room: int) -> None:

@@ -655,7 +655,8 @@ class BurstDrafter:
     Its row at a position reads the token there and the target's states at the position before. In
     each step it may read the tokens that were accepted since, and then draft a chain: its state of
     one token is its input beside the next. A drafted token is the sample of its logits with the
-    noise that the target has for the position.
+    noise that the target has for the position. The step may also score a sibling of the first one:
+    what that sample would be without it.
 
     Attributes:
         chains: What the drafter's backend runs (`NativeExecutor.chains`).
@@ -671,6 +672,8 @@ class BurstDrafter:
             probability that the drafter gives them, float64 `[depths, NUM_BINS]`; greater depths
             have the last ones.
         mean_chances: The means of these over the tokens drafted so far, float64 `[depths]`.
+        sibling_chances: The share of right siblings, by twice the probability that the drafter
+            gives them, float64 `[NUM_BINS]`; greater ones have the last one. None: no siblings.
         rate: Expected tokens per second of a step with its draft.
         seconds: Expected duration of drafting one token.
         max_drafts: Maximum number of tokens of a chain.
@@ -681,6 +684,8 @@ class BurstDrafter:
             are in `BurstDrafts`.
         num_unread: Result: the tokens that it has read in each pass before it drafted.
         draft_seconds: Result: the duration of drafting in each pass.
+        siblings: Result: those that it has found in each pass; -1: none.
+        sibling_probabilities: Result: those that it gives them.
     """
 
     chains: Any
@@ -696,11 +701,14 @@ class BurstDrafter:
     seconds: float
     max_drafts: int
     num_due: int = 0
+    sibling_chances: np.ndarray | None = None
     num_read: int = 0
     known_states: np.ndarray | None = None
     num_drafted: list[int] = field(default_factory=list)
     num_unread: list[int] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
+    siblings: list[int] = field(default_factory=list)
+    sibling_probabilities: list[float] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -708,9 +716,10 @@ class BurstDrafts:
     """Drafts that a backend may find and verify for a sequence in the steps of a multi-step pass.
 
     Each step scores the last token and the draft that gives the most expected tokens per second: a
-    copy from a text, or the chain of a drafter. It keeps the draft's tokens that equal the samples.
-    So the tokens are those without drafts. Of several sequences, each step has the copies that
-    together give the most expected tokens per second.
+    copy from a text, or the chain of a drafter, maybe with a sibling of its first token, after
+    which nothing is drafted. It keeps the draft's tokens that equal the samples. So the tokens are
+    those without drafts. Of several sequences, each step has the copies that together give the most
+    expected tokens per second.
 
     Attributes:
         texts: The texts; the first is the one that generation continues, whose array has room for
@@ -726,12 +735,15 @@ class BurstDrafts:
             sequences; the engine sets it (`scoring.goodput.token_weights`).
         rows: Result: the sequence's rows in each pass; empty where the backend has not drafted.
         seconds: Result: the duration of each pass.
-        drafts: Result: the draft of each pass.
+        drafts: Result: the draft of each pass, without its sibling.
+        siblings: Result: the sibling that each pass has scored; None: none.
         sources: Result: the index of the text that it was copied from, or the number of texts if it
             is the drafter's.
         probabilities: Result: those that the drafter gives the tokens of its drafts.
         num_read: Result: how many sampled tokens the texts have been searched for.
         matches: Result: of each text, after these tokens.
+        table: Result: the slots by position, int32, if a drafter may have had siblings. Those after
+            the last row that was given are in another order, if some were accepted.
     """
 
     texts: list[CopyText]
@@ -744,10 +756,12 @@ class BurstDrafts:
     rows: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    siblings: list[int | None] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     probabilities: list[list[float]] = field(default_factory=list)
     num_read: int = 0
     matches: list[CopyMatch] = field(default_factory=list)
+    table: np.ndarray | None = None
 
 
 @dataclass(eq=False)

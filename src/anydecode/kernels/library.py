@@ -161,11 +161,12 @@ class Drafter(ctypes.Structure):
 
     _fields_ = [
         *((name, pointer) for name in ("pass_", "projection", "captures", "tokens", "states")),
-        *((name, pointer) for name in ("chances", "mean_chances")),
+        *((name, pointer) for name in ("chances", "mean_chances", "sibling_chances", "table")),
         *((name, c_double) for name in ("rate", "seconds")),
         *((name, c_int32) for name in ("num_captures", "num_depths", "max_drafts", "num_due")),
         *((name, c_int32) for name in ("num_known", "num_read")),
         *((name, pointer) for name in ("num_drafted", "num_unread", "draft_seconds")),
+        *((name, pointer) for name in ("siblings", "num_siblings", "sibling_probabilities")),
     ]
 
 

@@ -305,7 +305,8 @@ class NativeExecutor:
         self._bind_multi_step(count, num_steps, output_spec)
         bound = None
         if drafts and self.drafts_in_bursts:
-            bound = BoundDrafts(drafts, output_spec.step_limits)
+            table = self._tables[0] if len(self._tables) == 1 else None
+            bound = BoundDrafts(drafts, output_spec.step_limits, table)
             self._pass.drafting = bound.address
         self._call(start, stop, output_spec.logits, captures, count, num_steps)
         if bound is not None:

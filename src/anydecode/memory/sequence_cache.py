@@ -283,6 +283,17 @@ class SequenceCache:
         part[replace] = new_slots
         return part
 
+    def reorder(self, start: int, slots: Slots) -> None:
+        """Put the slots from position `start` on, which are exclusive, in another order.
+
+        Raises:
+            ValueError: They are other slots.
+        """
+        part = self.table[start:]
+        if not np.array_equal(np.sort(part), np.sort(slots)):
+            raise ValueError("a table can only be put in another order of its own slots")
+        part[:] = slots
+
     def repurpose(self, start: int, stop: int, count: int) -> Slots:
         """Make holes of positions `start..stop`, whose slots are exclusive, and keep the first
         `count` of these slots for other contents, until `free_scratch` or `release`.

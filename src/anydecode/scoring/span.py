@@ -299,6 +299,8 @@ class MultiStepSpan(ChainSpan):
         kv_cache, end = self.kv_cache, self._append_start + count
         super().complete(hidden, count)
         if kv_cache.length == end + self.reserved:  # else it was truncated during the pass
+            if self.drafts is not None and self.drafts.table is not None:
+                kv_cache.reorder(end, self.drafts.table[end:])
             kv_cache.tokens += self.multi_step_tokens[:-1]
             kv_cache.truncate(end + max(0, len(self.multi_step_tokens) - 1))
         if self.drafts is not None and self.drafts.drafter is not None:

@@ -57,7 +57,7 @@ from anydecode.decoders.speculative.draft_sources import (
     ModelSource,
     SharedDrafts,
     SuccessorPredictor,
-    num_accepted,
+    burst_path,
 )
 from anydecode.decoders.speculative.match_cursor import MAX_MATCH_LENGTH, NGRAM_SIZES
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
@@ -321,7 +321,8 @@ class _Session:
 
     def can_draft_in_bursts(self) -> bool:
         """Whether the backend can draft by itself in multi-step bursts: nothing is drafted but
-        copies and chains of a drafter that can run in them. Other sequences share the bursts."""
+        copies, and chains of a drafter that can run in them, with siblings of their first tokens.
+        Other sequences share the bursts."""
         sequence = self.sequence
         return (
             self._drafts_in_bursts
@@ -366,7 +367,7 @@ class _Session:
                 self._count_predictions(drafts, tokens)
             if sequence.trace is not None:
                 if drafts is not None and drafts.rows:
-                    self._trace_burst(drafts, _tokens_of_steps(drafts.drafts, tokens))
+                    self._trace_burst(drafts, _tokens_of_steps(drafts, tokens))
                 else:
                     self._trace_undrafted(tokens, (perf_counter() - start_time) / len(tokens))
             sequence.emit(tokens, request.sampler)
@@ -462,7 +463,7 @@ class _Session:
         request = sequence.multi_step(room, drafts)
         tokens = yield request
         seconds = perf_counter() - start_time
-        tokens_of_steps = _tokens_of_steps(drafts.drafts, tokens)
+        tokens_of_steps = _tokens_of_steps(drafts, tokens)
         drafter = drafts.drafter
         if drafter is not None:
             seconds -= sum(drafter.draft_seconds)
@@ -505,26 +506,21 @@ class _Session:
         if prediction is None:
             return
         text = self.sequence.all_tokens[-2:]
-        steps = _tokens_of_steps(drafts.drafts, tokens)
-        for draft, following in zip(drafts.drafts, steps, strict=True):
-            accepted = range(num_accepted(draft, following))
-            prediction.record(text, TokenTree.chain(draft), accepted)
+        for index, following in enumerate(_tokens_of_steps(drafts, tokens)):
+            prediction.record(text, *_scored_tree(drafts, index, following))
             text = [*text, *following][-2:]
 
     def _trace_burst(self, drafts: BurstDrafts, tokens_of_steps: Seq[Seq[int]]) -> None:
         """Record each step of a burst."""
         position = self.sequence.length
-        for index, (draft, tokens) in enumerate(zip(drafts.drafts, tokens_of_steps, strict=True)):
-            is_copy = drafts.sources[index] < len(drafts.texts)
-            parents, name = list(range(-1, len(draft) - 1)), "copy" if is_copy else "model"
-            tree = TokenTree(draft, parents, sources=[name] * len(draft) or None)
+        for index, tokens in enumerate(tokens_of_steps):
+            tree, accepted = _scored_tree(drafts, index, tokens)
             drafting = 0.0 if drafts.drafter is None else drafts.drafter.draft_seconds[index]
             facts = {
                 "position": position,
                 "draft_seconds": drafting,
                 "verify_seconds": drafts.seconds[index],
             }
-            accepted = list(range(num_accepted(draft, tokens)))
             self.sequence.record(tree, accepted, tokens, **facts)
             position += len(tokens)
 
@@ -659,13 +655,25 @@ class _Session:
             decoder.round_seconds += rate * (excess - decoder.round_seconds)
 
 
-def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
+def _scored_tree(drafts: BurstDrafts, index: int, tokens: Seq[int]) -> tuple[TokenTree, list[int]]:
+    """The draft of a pass of a burst with its sibling, and its accepted nodes, given the tokens of
+    the pass."""
+    draft, sibling = drafts.drafts[index], drafts.siblings[index]
+    accepted = burst_path(draft, sibling, tokens)
+    parents = list(range(-1, len(draft) - 1))
+    if sibling is not None:
+        draft, parents = [*draft, sibling], [*parents, ROOT]
+    name = "copy" if drafts.sources[index] < len(drafts.texts) else "model"
+    return TokenTree(draft, parents, sources=[name] * len(draft) or None), accepted
+
+
+def _tokens_of_steps(drafts: BurstDrafts, tokens: Seq[int]) -> list[Seq[int]]:
     """The tokens of each pass of a burst, given those of all: the accepted ones of its draft and
     the one after them. The last pass has none after them where the text has ended, or where its
     sample is left to the sampler."""
     parts: list[Seq[int]] = []
-    for draft in drafts:
-        count = num_accepted(draft, tokens) + 1
+    for draft, sibling in zip(drafts.drafts, drafts.siblings, strict=True):
+        count = len(burst_path(draft, sibling, tokens)) + 1
         parts.append(tokens[:count])
         tokens = tokens[count:]
     return parts
@@ -692,7 +700,8 @@ def _tokens_of_steps(drafts: Seq[Seq[int]], tokens: Seq[int]) -> list[Seq[int]]:
             "the kernels choose the drafts within multi-step bursts, if all sequences allow bursts"
             " and the samplers have no more than a temperature, top-k, top-p and min-p: chains of"
             " the most probable source: copies or, for a sequence that runs alone, those of a"
-            " drafter that reads the target's states",
+            " drafter that reads the target's states, with its second choice of the first token"
+            " beside it where the row promises more than it costs",
             "in such bursts beside other sequences a draft need not gain 2 %, but drafts are"
             " prepared only now and then for sequences in which they are expected to save less"
             " than preparing them takes, both as measured; unless requests wait, the tokens of a"

@@ -96,6 +96,21 @@ def num_accepted(draft: Seq[int], tokens: Seq[int]) -> int:
     )
 
 
+def burst_path(draft: Seq[int], sibling: int | None, tokens: Seq[int]) -> list[int]:
+    """The accepted nodes of a draft in a burst: those of a chain, after which the sibling of the
+    first one is numbered.
+
+    Args:
+        draft: The chain.
+        sibling: The sibling; None: there is none.
+        tokens: The tokens of the text after it.
+    """
+    count = num_accepted(draft, tokens)
+    if not count and sibling is not None and tokens and tokens[0] == sibling:
+        return [len(draft)]
+    return list(range(count))
+
+
 class AcceptanceRates:
     """Acceptance rates by kind of draft; old observations decay.
 
@@ -268,11 +283,13 @@ class SharedDrafts:
 
 class LearnedDrafts:
     """What `auto` knows of a draft model, for all sequences: how often its drafts are accepted, by
-    depth and by the probability that it gives them, and what they bring."""
+    depth and by the probability that it gives them, and what they bring; and of the siblings of
+    their first tokens by twice that probability."""
 
     def __init__(self) -> None:
         middles = [(kind + 0.5) / NUM_BINS for kind in range(NUM_BINS)]
         self.rates = AcceptanceRates(NUM_DEPTHS * middles)
+        self.sibling_rates = AcceptanceRates(middle / 2 for middle in middles)
         self.record: DraftRecord | None = None  # None before the first round
         self.num_rounds = 0  # in `record`
         self.num_undrafted = 0  # tokens of all sequences since the last draft
@@ -296,6 +313,14 @@ class LearnedDrafts:
         return np.array([self.rates[kind] for kind in range(NUM_DEPTHS * NUM_BINS)]).reshape(
             NUM_DEPTHS, NUM_BINS
         )
+
+    def sibling_chances(self) -> np.ndarray:
+        """The acceptance rates of siblings, float64 `[NUM_BINS]`."""
+        return np.array(self.sibling_rates.bounds)
+
+    def record_sibling(self, probability: float, is_right: bool) -> None:
+        """Record whether a sibling of a first token was right."""
+        self.sibling_rates.record(self.kind(0, 2 * probability), is_right)
 
     def mean_chances(self) -> np.ndarray:
         """The fractions of the drafts at each depth that are accepted, of those whose predecessors
@@ -444,6 +469,7 @@ class ModelSource:
             self.expected(pass_seconds).seconds_per_draft,
             size,
             NUM_TRIALS * self.is_due,
+            self.learned.sibling_chances(),
         )
 
     def observe_burst(
@@ -462,9 +488,14 @@ class ModelSource:
             self.num_undrafted = self.learned.num_undrafted = 0
             count = num_accepted(draft, tokens)
             probabilities = drafts.probabilities[index] if is_own else []
-            for depth, probability in enumerate(probabilities[: len(tokens)]):
+            for depth, probability in enumerate(probabilities[: min(count + 1, len(tokens))]):
                 self.learned.rates.record(self.learned.kind(depth, probability), depth < count)
-            if count == len(tokens):
+            sibling = drafter.siblings[index]
+            if is_own and tokens and sibling >= 0:
+                probability = drafter.sibling_probabilities[index]
+                self.learned.record_sibling(probability, sibling == tokens[0])
+            path = burst_path(draft, drafts.siblings[index], tokens)
+            if len(path) == len(tokens):
                 continue
             seconds, num_drafted = drafter.draft_seconds[index], drafter.num_drafted[index]
             num_unread = drafter.num_unread[index]
@@ -472,7 +503,8 @@ class ModelSource:
                 drafting = num_drafted * drafter.seconds
                 self.learned.record_reading(num_unread, seconds - drafting)
                 seconds = drafting
-            self._record((len(draft), count, seconds, num_drafted), drafts.costs[0])
+            values = drafts.rows[index] - 1, len(path), seconds, num_drafted
+            self._record(values, drafts.costs[0])
 
     def observe(self, round: SpeculationRound) -> None:
         """Record the verification of the last draft, if there was one since the last call."""

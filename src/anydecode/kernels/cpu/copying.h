@@ -10,12 +10,17 @@ enum { LONG_MATCH = 4, MAX_EXTENDED = 20, SEARCH_BLOCK = 64 };
 /* A search reads so many of the last tokens of a text, which takes some 10 microseconds. */
 enum { MAX_SEARCHED = 1 << 15 };
 
-/* A draft of one step, and the probability of each token to be right if those before it are. */
+/* A draft of one step, and the probability of each token to be right if those before it are. With a
+ * sibling, another token may stand in the place of the first one. */
 typedef struct {
   int32_t tokens[MAX_DRAFTS];
   float probabilities[MAX_DRAFTS]; /* as a drafter gives them */
   double chances[MAX_DRAFTS];
   int count, source;
+  int32_t sibling; /* -1: none was found */
+  float sibling_probability;
+  double sibling_chance; /* 0: it is not to be scored */
+  int num_siblings;      /* that are scored: 0 or 1 */
 } Draft;
 
 static int has_token(const int32_t *tokens, int count, int32_t token) {
@@ -92,7 +97,9 @@ INLINE double chance_of(const CopyText *text, int depth) {
 /* Copy a draft of up to `max` tokens, from the text with the most probable next token. */
 static void copy_draft(const SequenceDrafts *sequence, int max, Draft *draft) {
   const CopyText *text = sequence->texts;
-  draft->source = draft->count = 0;
+  draft->source = draft->count = draft->num_siblings = 0;
+  draft->sibling = -1;
+  draft->sibling_chance = 0.0;
   if (!text) return;
   for (int i = 1; i < sequence->num_texts; i++)
     if (chance_of(sequence->texts + i, 0) > chance_of(text, 0)) text = sequence->texts + i;

@@ -1,6 +1,7 @@
 /* Multi-step passes with drafts. Each step scores the last token and a draft of each sequence, and
  * keeps the drafts' tokens that equal the samples, so that the tokens are those without drafts. A
- * draft is copied from a text (copying.h), or is the chain of a drafter. */
+ * draft is copied from a text (copying.h), or is the chain of a drafter, maybe with a sibling of its
+ * first token. */
 #ifndef ANYDECODE_DRAFTING_H
 #define ANYDECODE_DRAFTING_H
 
@@ -24,27 +25,43 @@ static double longer_path(const Drafting *drafting, const Draft *draft, int coun
 }
 
 /* Cut the drafts of `n` sequences off where they give the most expected tokens per second, each with
- * the weight of its sequence, and return these. `spent`: the seconds that drafting is expected to have taken. */
+ * the weight of its sequence, and return these. That of a single one may have a sibling. `spent`: the
+ * seconds that drafting is expected to have taken. */
 static double cut_drafts(const Drafting *drafting, Draft *const *drafts, int n, double spent) {
   const double *costs = drafting->costs;
   double expected = n, best = drafting->min_gain * n / (costs[0] + spent), paths[MAX_SEQUENCES];
-  int taken[MAX_SEQUENCES] = {0}, kept[MAX_SEQUENCES] = {0};
+  double sibling = drafts[0]->sibling_chance;
+  int taken[MAX_SEQUENCES] = {0}, kept[MAX_SEQUENCES] = {0}, num_siblings = 0, num_kept = 0;
   const SequenceDrafts *of = drafting->sequences;
   for (int i = 0; i < n; i++) paths[i] = longer_path(drafting, drafts[i], 0, 1.0);
   for (int total = 1; total <= drafting->max_drafts; total++) {
     int next = 0;
     for (int i = 1; i < n; i++)
       if (of[i].weight * paths[i] > of[next].weight * paths[next]) next = i;
-    if (paths[next] == 0.0) break;
-    expected += of[next].weight * paths[next];
-    paths[next] = longer_path(drafting, drafts[next], ++taken[next], paths[next]);
+    if (sibling > of[next].weight * paths[next]) {
+      expected += sibling;
+      sibling = 0.0;
+      num_siblings = 1;
+    } else {
+      if (paths[next] == 0.0) break;
+      expected += of[next].weight * paths[next];
+      paths[next] = longer_path(drafting, drafts[next], ++taken[next], paths[next]);
+    }
     if (expected > best * (costs[total] + spent)) {
       best = expected / (costs[total] + spent);
       memcpy(kept, taken, sizeof(int) * (size_t)n);
+      num_kept = num_siblings;
     }
   }
   for (int i = 0; i < n; i++) drafts[i]->count = kept[i];
+  drafts[0]->num_siblings = num_kept;
   return best;
+}
+
+/* The class of a probability. */
+static int probability_bin(double probability) {
+  int bin = (int)(probability * NUM_BINS);
+  return bin < NUM_BINS ? bin : NUM_BINS - 1;
 }
 
 static int depth_class(const Drafter *drafter, int depth) {
@@ -53,8 +70,7 @@ static int depth_class(const Drafter *drafter, int depth) {
 
 /* The expected share of right tokens among those to which the drafter gives this probability. */
 static double drafter_chance(const Drafter *drafter, int depth, double probability) {
-  int bin = (int)(probability * NUM_BINS), first = depth_class(drafter, depth) * NUM_BINS;
-  return drafter->chances[first + (bin < NUM_BINS ? bin : NUM_BINS - 1)];
+  return drafter->chances[depth_class(drafter, depth) * NUM_BINS + probability_bin(probability)];
 }
 
 /* A pass of the drafter over `count` rows from row `first` on, with the logits of the last one. */
@@ -68,6 +84,21 @@ static Pass drafter_pass(const Drafter *drafter, int first, int count, const int
   pass.prefix += first;
   pass.logit_rows = last;
   return pass;
+}
+
+/* Find a sibling of the first token of a chain, which `spec` has sampled from the only row of logits
+ * of `pass`: what it samples without that token. */
+static int draft_sibling(const Drafting *drafting, const Pass *pass, SampleSpec spec, Draft *draft) {
+  const Drafter *drafter = drafting->drafter;
+  int32_t first = spec.token;
+  int problem = sample_without(pass, first, &spec);
+  if (problem || spec.token < 0 || spec.token == first) return problem;
+  double probability = probability_of(pass, 0, spec.token);
+  double chance = drafter->sibling_chances[probability_bin(2.0 * probability)];
+  draft->sibling = spec.token;
+  draft->sibling_probability = (float)probability;
+  draft->sibling_chance = chance < drafting->min_probability ? 0.0 : chance;
+  return OK;
 }
 
 /* Let the drafter read the rows that it has not read, and draft a chain of up to `max` tokens. Its
@@ -100,6 +131,9 @@ static int draft_chain(const Drafting *drafting, const Pass *target, SampleSpec 
     draft->tokens[n] = spec.token;
     draft->probabilities[n] = (float)probability;
     path *= draft->chances[n] = drafter_chance(drafter, n, probability);
+    if (!n && drafter->sibling_chances &&
+        (problem = draft_sibling(drafting, &next, spec, draft)))
+      return problem;
     expected += path;
     spent += drafter->seconds;
     if (n + 1 == max || is_end_token(target, spec.token)) return OK;
@@ -128,6 +162,7 @@ static int find_draft(const Drafting *drafting, const Pass *target, const Sample
   int problem, pass = drafting->num_passes;
   if (max > drafter->max_drafts) max = drafter->max_drafts;
   if ((problem = draft_chain(drafting, target, *spec, max, draft, threads))) return problem;
+  if (draft->count == max) draft->sibling_chance = 0.0;
   drafter->draft_seconds[pass] = now() - start;
   drafter->num_drafted[pass] = draft->count;
   if (drafter->num_due) drafter->num_due--;
@@ -166,28 +201,56 @@ static void store_draft(SequenceDrafts *results, Drafted *one, int pass) {
   }
 }
 
+/* Store the sibling of a drafter's first token in the results of a pass. */
+static void store_sibling(const Drafter *drafter, const Draft *draft, int pass) {
+  drafter->siblings[pass] = draft->sibling;
+  drafter->num_siblings[pass] = draft->num_siblings;
+  drafter->sibling_probabilities[pass] = draft->sibling_probability;
+}
+
+/* Put the slot and the state of an accepted sibling, whose row is the last one of the pass, in the
+ * place of those of the first drafted token. The token has become known. */
+static void move_sibling(Drafter *drafter, const Drafted *one) {
+  int32_t *slots = drafter->table + one->position + 1, count = one->draft.count, slot = *slots;
+  int64_t width = drafter->projection->hidden_size;
+  float *states = drafter->states + drafter->num_known * width;
+  *slots = slots[count];
+  slots[count] = slot;
+  if (count) memcpy(states, states + count * width, sizeof(float) * (size_t)width);
+}
+
 /* Keep the samples of a sequence up to the first that its draft does not have. Returns whether they
  * end the burst. The logits of the last token kept become row `number`. */
 static int keep_samples(const Pass *pass, int number, Drafted *one, const SampleSpec *specs) {
   Drafting *drafting = pass->drafting;
   Drafter *drafter = drafting->drafter;
   int32_t *tokens = pass->multi_step_tokens + (int64_t)number * pass->num_steps;
-  int kept = 0, ends = 0;
-  for (;; kept++) {
-    int32_t token = specs[one->first + kept].token;
+  const Draft *draft = &one->draft;
+  int kept = 0, row = one->first, ends = 0;
+  for (;;) {
+    int32_t token = specs[row].token;
     ends = token < 0;
     if (ends) break;
     tokens[one->step++] = one->token = token;
     read_token(drafting->sequences + number, token);
     if (drafter) drafter->tokens[drafter->num_known++] = token;
     ends = is_end_token(pass, token) || one->step == pass->step_limits[number];
-    if (ends || kept == one->draft.count || token != one->draft.tokens[kept]) break;
+    if (ends || row > one->first + draft->count) break;
+    if (kept < draft->count && token == draft->tokens[kept]) {
+      row++;
+    } else if (!kept && draft->num_siblings && token == draft->sibling) {
+      row += draft->count + 1;
+      move_sibling(drafter, one);
+    } else {
+      break;
+    }
+    kept++;
   }
   pass->step_counts[number] = one->step;
   one->position += kept + 1;
-  int64_t from = one->first + kept, size = pass->head_size;
-  if (from > number)
-    memcpy(pass->logits + number * size, pass->logits + from * size, sizeof(float) * (size_t)size);
+  int64_t size = pass->head_size;
+  if (row > number)
+    memcpy(pass->logits + number * size, pass->logits + row * size, sizeof(float) * (size_t)size);
   return ends;
 }
 
@@ -199,7 +262,8 @@ static int drafting_steps(const Pass *pass, int threads) {
   Drafting *drafting = pass->drafting;
   Drafter *drafter = drafting->drafter;
   int32_t tokens[ROWS], positions[ROWS], slots[ROWS], tables[ROWS], prefixes[ROWS];
-  int32_t adapters[ROWS], logit_rows[ROWS];
+  int32_t adapters[ROWS], logit_rows[ROWS], tail_lengths[ROWS], tail = 0;
+  const int32_t *own_table = drafter ? drafter->table : NULL;
   SampleSpec specs[ROWS];
   Drafted sequences[MAX_SEQUENCES];
   Draft *drafts[MAX_SEQUENCES];
@@ -212,7 +276,11 @@ static int drafting_steps(const Pass *pass, int threads) {
   next.slots = slots;
   next.table = tables;
   next.prefix = prefixes;
-  next.tail_start = next.tail_length = zeros;
+  next.tails = &tail;
+  next.num_tails = 1;
+  next.tail_start = zeros;
+  next.tail_length = tail_lengths;
+  if (own_table) next.tables = &own_table;
   next.logit_rows = logit_rows;
   next.samples = specs;
   if (pass->adapters) next.adapters = adapters;
@@ -243,21 +311,28 @@ static int drafting_steps(const Pass *pass, int threads) {
     for (int i = 0; i < n; i++) {
       Drafted *one = sequences + i;
       one->first = rows;
-      for (int j = 0; j <= one->draft.count; j++, rows++) {
-        tokens[rows] = j ? one->draft.tokens[j - 1] : one->token;
-        positions[rows] = one->position + j;
-        prefixes[rows] = positions[rows] + 1;
+      const Draft *draft = &one->draft;
+      for (int j = 0; j <= draft->count + draft->num_siblings; j++, rows++) {
+        int is_sibling = j > draft->count, depth = is_sibling ? 1 : j;
+        tokens[rows] = is_sibling ? draft->sibling : j ? draft->tokens[j - 1] : one->token;
+        positions[rows] = one->position + depth;
+        prefixes[rows] = positions[rows] + !is_sibling;
         tables[rows] = pass->table[i];
-        slots[rows] = pass->tables[tables[rows]][positions[rows]];
+        slots[rows] = next.tables[tables[rows]][one->position + j];
+        tail_lengths[rows] = is_sibling;
+        if (is_sibling) tail = slots[rows];
         adapters[rows] = pass->adapters ? pass->adapters[i] : -1;
         logit_rows[rows] = rows;
         specs[rows] = pass->samples[i];
-        specs[rows].counter[0] += (uint32_t)(one->step + j);
+        specs[rows].counter[0] += (uint32_t)(one->step + depth);
         specs[rows].row = rows;
       }
     }
     next.num_rows = next.num_logits = next.num_samples = rows;
-    if (drafter) capture_states(drafter, rows);
+    if (drafter) {
+      store_sibling(drafter, drafts[0], drafting->num_passes);
+      capture_states(drafter, rows);
+    }
     double start = now();
     if ((problem = run_once(&next, threads))) return problem;
     drafting->seconds[drafting->num_passes] = now() - start;

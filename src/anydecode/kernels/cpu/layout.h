@@ -189,6 +189,10 @@ typedef struct {
   /* The probability that its token is right if those before it are, by depth and by the probability
    * that it gives the token, [num_depths, NUM_BINS], and the means by depth. */
   const double *chances, *mean_chances;
+  /* The probability that the sibling of its first token is right, by twice the probability that it
+   * gives the sibling, [NUM_BINS]; NULL: none is drafted. */
+  const double *sibling_chances;
+  int32_t *table; /* of the target, its only one: accepted siblings change slots with other rows */
   double rate;    /* tokens per second of a step with its draft */
   double seconds; /* for one token */
   int32_t num_captures, num_depths, max_drafts;
@@ -198,6 +202,9 @@ typedef struct {
   int32_t *num_drafted;  /* result: of each pass */
   int32_t *num_unread;   /* result: rows that it has read before drafting, of each pass */
   double *draft_seconds; /* result: of each pass */
+  int32_t *siblings;     /* result: found in each pass; -1: none */
+  int32_t *num_siblings; /* result: those that are scored, 0 or 1, of each pass */
+  float *sibling_probabilities; /* result: as it gives them, of each pass */
 } Drafter;
 
 /* What one sequence of a multi-step pass drafts from, and its drafts. */

@@ -115,6 +115,22 @@ static int run_once(const Pass *pass, int threads) {
   return OK;
 }
 
+/* Sample a row of the logits of a pass again, as if they were without `token`. */
+static int sample_without(const Pass *pass, int32_t token, SampleSpec *spec) {
+  int32_t column = pass->head_tokens ? head_column(pass, token) : token;
+  float *logit = pass->logits + (int64_t)spec->row * pass->head_size + column, kept = *logit;
+  Pass again = *pass;
+  Plan plan;
+  again.samples = spec;
+  if (!make_plan(&again, 1, &plan)) return ERROR_MEMORY;
+  *logit = -INFINITY;
+  int last = plan.num_stages - 1;
+  for (int part = 0; part < plan.parts[last]; part++) run_part(&plan, last, part, 0);
+  reduce_samples(&plan);
+  *logit = kept;
+  return OK;
+}
+
 static int is_end_token(const Pass *pass, int32_t token) {
   for (int i = 0; i < pass->num_end_tokens; i++)
     if (pass->end_tokens[i] == token) return 1;
