@@ -62,9 +62,23 @@ def test_two_engines_of_one_model_have_the_texts_of_one() -> None:
     assert _texts(OneBuffer()) == _expected()
 
 
-def test_without_copies_the_texts_are_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, "kept", lambda self, output, spec: output)
-    assert _texts(OneBuffer()) != _expected()
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_outputs_outlast_the_passes_of_others_because_they_are_copied(
+    is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, kept = OneBuffer(), Turns.kept
+
+    def then_overwritten(self: Turns, output: Output, spec: OutputSpec) -> Output:
+        found = kept(self, output, spec) if is_copied else output
+        model._logits[:] = model._logits[:, ::-1].copy()  # as if another engine ran a pass
+        return found
+
+    monkeypatch.setattr(Turns, "kept", then_overwritten)
+    llms = [LLM(model, tokenizer=ByteTokenizer(), cache_positions=512) for _ in PROMPTS]
+    found = [llms[0].generate(prompt, **OPTIONS).tokens for prompt in PROMPTS]
+    for llm in llms:
+        llm.close()
+    assert (found == [texts[0] for texts in _expected()]) == is_copied
 
 
 def test_outputs_of_a_single_engine_are_not_copied() -> None:
