@@ -309,13 +309,19 @@ def find(key: str) -> Entry:
     """The method `key`. Raises `InvalidRequestError`, with similar keys, if there is none."""
     entry = lookup(key)
     if entry is None:
-        from difflib import get_close_matches
-
-        parts = [one for one in _entries if str(key) in one.split("-")]  # a part of a longer key
-        close = list(dict.fromkeys([*parts, *get_close_matches(str(key), _entries, 3)]))[:3]
-        hint = f"; did you mean {', '.join(close)}?" if close else "; see `anydecode methods`"
+        hint = _similar(key, _entries) or "; see `anydecode methods`"
         raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
     return entry
+
+
+def _similar(key: str, keys: Iterable[str]) -> str:
+    """The end of an error that names those of `keys` that are similar to `key`, if any are."""
+    from difflib import get_close_matches
+
+    known = list(keys)
+    parts = [one for one in known if str(key) in one.split("-")]  # a part of a longer key
+    close = list(dict.fromkeys([*parts, *get_close_matches(str(key), known, 3)]))[:3]
+    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def parameters(key: str) -> list[Parameter]:
@@ -473,9 +479,8 @@ def build_as(choice: str, expected: str, *kinds: type) -> Any:
     if lookup(key) is None:
         known = _keys_of(*kinds)
         if len(known) <= _MAX_NAMED:
-            raise InvalidRequestError(
-                f"{quoted(key)} is not {expected}; choose from {', '.join(known)}"
-            )
+            hint = _similar(key, known) or f"; choose from {', '.join(known)}"
+            raise InvalidRequestError(f"{quoted(key)} is not {expected}{hint}")
     check_kind(key, expected, *kinds)
     built = build(key, **given)
     if not isinstance(built, kinds):
