@@ -408,6 +408,10 @@ def indexer_types(config: Config) -> list[str]:
     """DeepSeek-V3.2 and others: which layers have an indexer, "full": those of a list or a pattern,
     or every `index_topk_freq`-th one after the first `index_skip_topk_offset` - 1."""
     types, pattern = list_value(config, "indexer_types", str), config.get("index_topk_pattern")
+    kinds = ("full", "shared")
+    for layer, kind in enumerate(types or ()):
+        if kind not in kinds:
+            raise refusal(f"indexer_types[{layer}]", kind, " or ".join(kinds))
     if types is not None:
         return types
     if isinstance(pattern, str) and set(pattern) <= set(_INDEXERS):
@@ -416,7 +420,6 @@ def indexer_types(config: Config) -> list[str]:
         raise refusal("index_topk_pattern", pattern, "a text of F and S")
     step = int_value(config, "index_topk_freq", 1)
     first = int_value(config, "index_skip_topk_offset", 2, low=0) - 1
-    kinds = ("full", "shared")
     return [kinds[max(layer - first, 0) % step > 0] for layer in range(num_layers(config))]
 
 
