@@ -40,6 +40,7 @@ from anydecode.decoders.speculative.mars import Mars
             " each token of a unit behind the first has at least a given probability; the paper"
             " trains all weights",
         ),
+        missing=("the whole rule against repetition, which is not published",),
         bounds={"masks": Range(0, 255)},
         remote={"masks": Range(0, 15), "threshold": Range(0, 1)},
     )

@@ -216,11 +216,12 @@ class _Session(DraftSession):
             "the target's distribution is reduced to its 16 most probable tokens",
             "training runs between requests once `batch` examples are stored, not every few"
             " requests; each example is used for one run of `steps` steps",
-            "the loss is forward cross-entropy; other divergences, mixed sampling, training in"
-            " advance and routing to drafters by topic are not included",
+            "the loss is forward cross-entropy; other divergences, mixed sampling and training in"
+            " advance are not included",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
             CHAIN_NOISE,
         ),
+        missing=("routing to drafters by the topic of a request",),
         remote={
             "size": Range(1, 64),
             "rank": Range(1, 16),
