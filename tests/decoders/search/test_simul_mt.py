@@ -137,6 +137,17 @@ def test_log_probabilities() -> None:
     assert len(answer.logprobs or ()) == len(answer.tokens) and None not in (answer.logprobs or ())
 
 
+def test_log_probabilities_of_the_prompt_do_not_change_the_text() -> None:
+    """They leave the whole prompt in the cache, of which only the words that were read count."""
+    with part_llm() as llm:
+        plain, scored = (
+            llm.generate(SOURCES[0], decoder="simul-mt", max_tokens=9, prompt_logprobs=count)
+            for count in (None, 1)
+        )
+    assert scored.tokens == plain.tokens
+    assert scored.prompt_logprobs is not None and None not in scored.prompt_logprobs[1:]
+
+
 def test_what_it_cannot_do_is_refused() -> None:
     with letters_llm() as llm:
         with pytest.raises(UnsupportedCombinationError, match="no constraint"):

@@ -19,7 +19,7 @@ from anydecode.constraints.vocabulary import vocabulary
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.byte_reader import END, ByteReader, next_byte
 from anydecode.decoders.framework.two_models import refuse_guidance
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import ConstraintError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.candidates import Distribution, log_sum_exp
 from anydecode.sampling.sampler import Sampler
 from anydecode.scoring.score import ActionResult, DecoderAction, Decoding
@@ -321,7 +321,7 @@ def shared(
         dense.append(scores / temperature)
     tokens = np.flatnonzero((dense[0] > -np.inf) & (dense[1] > -np.inf)).astype(np.int32)
     if not len(tokens):
-        raise UnsupportedCombinationError("anchored: the models have no possible token in common")
+        raise ConstraintError("anchored: the models have no possible token in common")
     return tokens, dense[0][tokens], dense[1][tokens]
 
 

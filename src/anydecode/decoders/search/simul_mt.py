@@ -143,6 +143,8 @@ class SimulMt(Decoder):
         state = sequence.state.setdefault(_STATE, Progress())
         branch = sequence.fork()
         branch.prompt, branch.tokens = start, state.fed
+        if branch.kv_cache(TARGET).length > len(start):  # the log-probabilities of the prompt
+            branch.truncate(len(start))
         while not sequence.finished:
             is_over = state.num_read == len(words)
             if state.part is None and not state.asks:
