@@ -41,6 +41,14 @@ def test_left_part_middle_and_suffix_are_emitted_in_this_order() -> None:
         assert len(short.tokens) == 2 and short.finish_reason == "length"
 
 
+def test_log_probabilities_of_the_prompt_do_not_change_the_text() -> None:
+    """They leave the whole prompt in the cache, which is not the beginning of other prompts."""
+    with filling_llm([]) as llm:
+        decoder = SelfInfill(begins="r")
+        answer = llm.generate("f(", decoder=decoder, max_tokens=12, prompt_logprobs=1)
+    assert answer.text == "xmr!"
+
+
 def test_a_constraint_without_a_gap_is_refused() -> None:
     with filling_llm([]) as llm, pytest.raises(UnsupportedCombinationError, match="suffix"):
         llm.generate("f(", decoder="self-infill", constraint=Regex("a+"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anydecode import Regex, catalogue
+from anydecode.certification.checks import scripted_llm
 from anydecode.certification.oracles.constrained.markov_chain import chain_llm
 from anydecode.constraints.vocabulary import Vocabulary
 from anydecode.decoders.constrained import token_healing
@@ -63,6 +64,18 @@ def test_an_answer_is_the_text_after_the_prompt(decoder: str) -> None:
     assert answer.logprobs is not None
     assert len(answer.logprobs) == len(answer.tokens) == 6
     assert set(answer.text) <= {"A", "B"}
+
+
+@pytest.mark.parametrize("decoder", ["token-healing", "unbiased-tokenization"])
+def test_log_probabilities_of_the_prompt_do_not_change_the_text(decoder: str) -> None:
+    """They leave the whole prompt in the cache, whose last tokens are cut."""
+    with scripted_llm() as llm:
+        plain, scored = (
+            llm.generate("one two three", decoder=decoder, max_tokens=6, prompt_logprobs=count)
+            for count in (None, 1)
+        )
+    assert scored.tokens == plain.tokens
+    assert scored.prompt_logprobs is not None and None not in scored.prompt_logprobs[1:]
 
 
 def test_constraints_and_invalid_options_are_refused() -> None:

@@ -16,7 +16,7 @@ from anydecode.models.fill_in import SENTINELS, Sentinels, find_sentinels
 from anydecode.sampling.candidates import log_sum_exp
 from anydecode.sampling.sampler import Sampler, constraint_of
 from anydecode.scoring.score import DecoderAction, Decoding
-from anydecode.scoring.sequence import Sequence
+from anydecode.scoring.sequence import TARGET, Sequence
 from anydecode.scoring.state import StateKey
 
 
@@ -231,9 +231,10 @@ def with_banned(row: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:
 
 
 def _branch(sequence: Sequence, prompt: list[int], tokens: list[int]) -> Sequence:
-    """A branch with its own prompt and an empty cache."""
+    """A branch with its own prompt."""
     branch = sequence.fork()
     branch.prompt, branch.tokens = prompt, list(tokens)
+    branch.align(TARGET)
     return branch
 
 

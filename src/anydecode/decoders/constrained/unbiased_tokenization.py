@@ -84,6 +84,7 @@ class PromptBoundaryDecoder(Decoder):
         branch = sequence.fork()
         branch.prompt, branch.sampler = sequence.prompt[:num_kept], sequence.sampler
         branch.tokens = []
+        branch.align(TARGET)  # the whole prompt may be cached, for its log-probabilities
         key: StateKey[CoverState] = StateKey(self.card.key, "cover")
         state = sequence.state.setdefault(key, CoverState())
         if "cover" not in state:

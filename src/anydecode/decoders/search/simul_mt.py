@@ -143,8 +143,7 @@ class SimulMt(Decoder):
         state = sequence.state.setdefault(_STATE, Progress())
         branch = sequence.fork()
         branch.prompt, branch.tokens = start, state.fed
-        if branch.kv_cache(TARGET).length > len(start):  # the log-probabilities of the prompt
-            branch.truncate(len(start))
+        branch.align(TARGET)  # the whole prompt may be cached, for its log-probabilities
         while not sequence.finished:
             is_over = state.num_read == len(words)
             if state.part is None and not state.asks:
