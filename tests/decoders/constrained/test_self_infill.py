@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import Regex
+from anydecode import LLM, Regex
 from anydecode.certification.checks import scripted_llm
 from anydecode.certification.oracles.constrained.self_infill import filling_llm
 from anydecode.decoders.constrained import self_infill
 from anydecode.decoders.constrained.self_infill import SelfInfill
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.scripted import FillInTokenizer, ScriptedModel
 from certificates import assert_certified, assert_rejected
 
 
@@ -42,11 +43,17 @@ def test_left_part_middle_and_suffix_are_emitted_in_this_order() -> None:
 
 
 def test_log_probabilities_of_the_prompt_do_not_change_the_text() -> None:
-    """They leave the whole prompt in the cache, which is not the beginning of other prompts."""
-    with filling_llm([]) as llm:
-        decoder = SelfInfill(begins="r")
-        answer = llm.generate("f(", decoder=decoder, max_tokens=12, prompt_logprobs=1)
-    assert answer.text == "xmr!"
+    """They leave the prompt in the cache, with which those of the branches do not begin."""
+
+    def script(path: tuple[int, ...]) -> np.ndarray:
+        logits = np.zeros(262)
+        logits[ord("y" if path[0] >= 259 else "n")] = 20.0  # a mark, or the prompt itself
+        return logits
+
+    model = ScriptedModel(script, vocab_size=262)
+    with LLM(model, tokenizer=FillInTokenizer(), cache_positions=1024) as llm:
+        answer = llm.generate("f(", decoder="self-infill", max_tokens=9, prompt_logprobs=1)
+    assert answer.text == "yyyyyyyyy"
 
 
 def test_a_constraint_without_a_gap_is_refused() -> None:
