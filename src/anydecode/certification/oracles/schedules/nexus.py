@@ -254,7 +254,7 @@ def _recorded(threads: list[Any], name: str, runner: Any, plan: Any, run: Any) -
 
 def _text_of_two_streams() -> Iterator[Check]:
     """Prompts and decodes in two streams, with restarts, in a cache that is too small for all."""
-    prompts, num_beside = [*LONG, *PROMPTS], 0
+    prompts, num_beside = [*LONG, *PROMPTS] * 3, 0
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     with LLM(tiny_model(layers=3), tokenizer=ByteTokenizer()) as llm:
         expected = [one.tokens for one in llm.generate(prompts, **options)]
