@@ -62,8 +62,26 @@ def test_the_report_has_both_engines(tmp_path: Path, capsys: pytest.CaptureFixtu
     (model,) = tmp_path.glob("*.gguf")
     arguments = ["--bench", f"other={program(tmp_path, TABLE)}", "-m", str(model)]
     arguments += ["--prompt", "5", "--sequences", "1,2", "--tokens", "4", "--rounds", "1"]
+    arguments += ["--file", str(model)]  # runs once
     run_bench("batched", [*arguments, "--threads", "1", "--json", str(report)])
     rows = json.loads(report.read_text())["speeds"]
     assert [(row["sequences"], row["decoding"]) for row in rows[2:]] == [(1, [200]), (2, [400])]
     assert all(speed > 0 for row in rows[:2] for speed in row["prefill"] + row["decoding"])
-    assert "other, " in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"other, {model.name} " in printed.out
+    assert f"1 of 2 measurements: other, {model.name}" in printed.err
+
+
+@needs_a_shebang
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    run_bench("shapes", ["--folder", str(tmp_path), "--shape", "tiny"])
+    (model,) = tmp_path.glob("*.gguf")
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / model.name
+    other.write_bytes(model.read_bytes())
+    report = tmp_path / "report.json"
+    arguments = ["--bench", f"other={program(tmp_path, TABLE)}", "-m", str(model), "--file"]
+    arguments += [str(other), "--prompt", "5", "--sequences", "1,2", "--tokens", "4"]
+    run_bench("batched", [*arguments, "--rounds", "1", "--threads", "1", "--json", str(report)])
+    engines = {row["engine"] for row in json.loads(report.read_text())["speeds"]}
+    assert engines == {f"anydecode, {model.name}", f"other, {model}", f"other, {other}"}

@@ -20,6 +20,7 @@ import json
 import re
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from anydecode.api.llm import LLM
 from anydecode.benchmarks.baselines import find_file
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
+from anydecode.progress import progress
 from anydecode.report import JsonFile, write_report
 
 # The formats of keys and values, as the others name them.
@@ -135,20 +137,31 @@ def compare(
 ) -> dict[str, Any]:
     """Run all rounds and return the report."""
     speeds: dict[str, list[dict[tuple[int, int], Speed]]] = {}
-    with LLM(
-        path, threads=setting.threads, backend=backend, prefix_cache=False, cache=setting.cache,
-        cache_positions=setting.positions + 64,
-    ) as llm:  # fmt: skip
+    others = {
+        f"{name}, {label}": (bench, file)
+        for name, bench in benches.items()
+        for file, label in _labels([path, *files]).items()
+    }
+    own_name = f"anydecode, {Path(path).name}"
+    with (
+        LLM(
+            path, threads=setting.threads, backend=backend, prefix_cache=False, cache=setting.cache,
+            cache_positions=setting.positions + 64,
+        ) as llm,
+        progress("measurements", rounds * (1 + len(others))) as bar,
+    ):  # fmt: skip
         for number in range(rounds):
+            bar.begin(own_name)
             own = {
                 (prompt, count): own_speed(llm, prompt, count, setting.tokens, number)
                 for prompt, count in setting.cells
             }
-            speeds.setdefault(f"anydecode, {Path(path).name}", []).append(own)
-            for name, bench in benches.items():
-                for file in (path, *files):
-                    key = f"{name}, {Path(file).name}"
-                    speeds.setdefault(key, []).append(llama_speeds(bench, file, setting))
+            speeds.setdefault(own_name, []).append(own)
+            bar.advance()
+            for name, (bench, file) in others.items():
+                bar.begin(name)
+                speeds.setdefault(name, []).append(llama_speeds(bench, file, setting))
+                bar.advance()
     return {
         "machine": cpu_name(),
         "threads": setting.threads,
@@ -166,6 +179,13 @@ def compare(
             for prompt, count in setting.cells
         ],
     }
+
+
+def _labels(files: list[str]) -> dict[str, str]:
+    """The name by which each file is shown: without its folder, unless two would look the same."""
+    names = {file: Path(file).name for file in files}
+    counts = Counter(names.values())
+    return {file: name if counts[name] == 1 else file for file, name in names.items()}
 
 
 def show(result: dict[str, Any]) -> None:
