@@ -33,7 +33,7 @@ def program(folder: Path, printed: str, stream: str = "stdout") -> Path:
     path = folder / "llama-batched-bench"
     slower = printed.replace("00.0", "0.0")
     path.write_text(
-        f"#!{sys.executable}\nimport sys\n"
+        f"#!{sys.executable}\nimport sys\nopen('llama.log', 'w').close()\n"
         f"print({slower!r} if 'off' in sys.argv else {printed!r}, file=sys.{stream})\n"
     )
     path.chmod(0o755)
@@ -56,7 +56,10 @@ def test_a_missing_row_is_an_error(tmp_path: Path) -> None:
 
 
 @needs_a_shebang
-def test_the_report_has_both_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_both_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     report = tmp_path / "report.json"
     run_bench("shapes", ["--folder", str(tmp_path), "--shape", "tiny"])
     (model,) = tmp_path.glob("*.gguf")
@@ -67,6 +70,7 @@ def test_the_report_has_both_engines(tmp_path: Path, capsys: pytest.CaptureFixtu
     rows = json.loads(report.read_text())["speeds"]
     assert [(row["sequences"], row["decoding"]) for row in rows[2:]] == [(1, [200]), (2, [400])]
     assert all(speed > 0 for row in rows[:2] for speed in row["prefill"] + row["decoding"])
+    assert not (tmp_path / "llama.log").exists()
     printed = capsys.readouterr()
     assert f"other, {model.name} " in printed.out
     assert f"1 of 2 measurements: other, {model.name}" in printed.err

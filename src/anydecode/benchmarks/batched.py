@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import numpy as np
@@ -109,13 +110,17 @@ def llama_speeds(bench: Path, file: str, setting: Setting) -> dict[tuple[int, in
     best = dict.fromkeys(setting.cells, Speed(0.0, 0.0))
     cache = CACHES[setting.cache]
     command = [
-        str(bench), "-m", file, "-c", str(setting.positions), "-b", "2048", "-ub", "512",
+        str(bench.absolute()), "-m", str(Path(file).absolute()),
+        "-c", str(setting.positions), "-b", "2048", "-ub", "512",
         "-npp", ",".join(map(str, setting.prompts)), "-ntg", str(setting.tokens),
         "-npl", ",".join(map(str, setting.counts)), "-t", str(setting.threads),
         "-tb", str(setting.threads), "-ctk", cache, "-ctv", cache, "--output-format", "jsonl",
     ]  # fmt: skip
     for flash in ("on",) if setting.cache == "int8" else ("on", "off"):
-        process = subprocess.run([*command, "-fa", flash], capture_output=True, text=True)
+        with TemporaryDirectory() as folder:  # ik_llama.cpp writes llama.log where it runs
+            process = subprocess.run(
+                [*command, "-fa", flash], cwd=folder, capture_output=True, text=True
+            )
         found = _read_output(process.stdout) or _read_output(process.stderr)
         if process.returncode or found.keys() != best.keys():
             reason = " ".join(process.stderr.split())[-300:]
