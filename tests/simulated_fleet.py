@@ -195,7 +195,8 @@ class World:
         if isinstance(action, Send):
             self.frames.append((worker.facts.incarnation, False, action.frame))
         elif isinstance(action, Start):
-            worker.running[action.key] = len(action.frame["generated"])
+            position = worker.running[action.key] = len(action.frame["generated"])
+            assert position < len(text(action.key[0])), "a complete answer cannot be continued"
         elif isinstance(action, StartPrefill | StartEncode):
             worker.prefilling.append(action.key)
         elif isinstance(action, PullMedia):

@@ -24,7 +24,7 @@ from anydecode import LLM
 from anydecode.cluster import fleet as fleet_module
 from anydecode.cluster import worker as worker_module
 from anydecode.cluster.connection import Connection
-from anydecode.cluster.fleet import MIN_BLOCKS
+from anydecode.cluster.fleet import MIN_BLOCKS, Fleet
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.worker import Worker
 from anydecode.errors import FleetError
@@ -181,6 +181,38 @@ class _AfterHandshake:
     def __call__(self, data: bytes) -> tuple[bytes, bool]:
         self._num_seen += len(data)
         return (data, True) if self._num_seen <= 100 else self._fault(data)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ignore_eos": True}, {"stop": ["e", "o"]}, {"temperature": 1.0, "logprobs": 2}],
+    ids=["max_tokens", "stop string", "log-probabilities"],
+)
+def test_an_answer_whose_end_is_lost_has_its_text(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens have come: nothing is left to continue."""
+    receive, lost_ends = Fleet.receive, list[Any]()
+
+    def received(fleet: Fleet, incarnation: str, frame: Any, now: float) -> None:
+        if frame["type"] == "ended" and not lost_ends:
+            lost_ends.append(frame)
+        else:
+            receive(fleet, incarnation, frame, now)
+
+    options = {"max_tokens": 20, "seed": 1, **options}
+    with LLM(MODEL, **OPTIONS) as llm:
+        expected = llm.generate("a", **options)
+    monkeypatch.setattr(Fleet, "receive", received)
+    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, worker_thread(fleet.fleet_port):
+        wait_for(lambda: fleet.status()["workers"])
+        found = fleet.generate("a", **options)
+        counts = fleet.status()["counts"]
+        fleet.close()
+    assert lost_ends and counts["restarts"] == 1
+    assert (found.text, found.tokens, found.finish_reason, found.logprobs) == (
+        expected.text, expected.tokens, expected.finish_reason, expected.logprobs
+    )  # fmt: skip
 
 
 def test_a_full_disk_under_the_blocks_of_a_worker_changes_no_word(

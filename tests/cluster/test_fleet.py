@@ -25,6 +25,7 @@ from anydecode.cluster.fleet import (
     MIN_BLOCKS,
     SUSPECT_DEATHS,
     Fail,
+    Finish,
     Fleet,
     SendTo,
     Task,
@@ -238,6 +239,24 @@ def test_workers_that_are_lost_by_chance_fail_no_answer() -> None:
     assert world.fleet.counts["quarantines"] == 1
 
 
+def test_an_answer_whose_end_is_lost_has_its_text() -> None:
+    """The worker crashes when all tokens of the answer have been received, and its end has not."""
+    world = World()
+    first = world.join()
+    number = world.submit()
+    world.deliver(0)
+    while world.received[number] != text(number):
+        world.workers[first].progress(world.now)
+        world.act()
+        while world.frames:
+            world.deliver(0)
+    world.crash(first)
+    world.join()
+    world.settle(5)
+    assert world.received[number] == text(number)
+    assert isinstance(world.ends[number][0], Finish)
+
+
 def test_a_quarantined_task_gets_a_worker_although_new_tasks_come() -> None:
     world = World()
     world.join()
@@ -383,18 +402,18 @@ def test_an_answer_that_no_other_worker_can_run_stays_at_a_drained_worker() -> N
 
 @pytest.mark.parametrize(
     ("is_resumable", "positions", "has_room"),
-    [(True, 300, True), (True, 299, False), (False, 300, False)],
+    [(True, 293, True), (True, 292, False), (False, 293, False)],
 )
 def test_an_answer_leaves_a_worker_that_preempts_for_one_with_room(
     is_resumable: bool, positions: int, has_room: bool
 ) -> None:
-    """An answer of 11 tokens to a prompt of 33, beside another one: 300 positions have room for it
+    """An answer of 4 tokens to a prompt of 33, beside another one: 293 positions have room for it
     and for the tokens that are expected."""
     world = World()
     home = world.join()
     first, second = (world.submit(num_blocks=2, is_resumable=is_resumable) for _ in range(2))
     task = world.fleet.tasks[second]
-    task.generated = [1] * 11
+    task.generated = text(second)[:4]
     other = world.join(positions=positions)
     for num_preemptions in (0, 1):
         assert task.worker == home and world.fleet.counts["migrations"] == 0

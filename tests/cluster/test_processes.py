@@ -69,6 +69,30 @@ def has_restored(fleet: FleetLLM, num_tokens: int) -> bool:
     return bool(fleet.status()["workers"][0]["restored"] == num_tokens)
 
 
+def signalled(monkeypatch: pytest.MonkeyPatch, sign: int, *lengths: int) -> list[int]:
+    """A worker gets a signal when the first of these numbers of an answer's tokens have come, the
+    next one at the second number, and so on; frames that they have sent after that are lost.
+    Returns the ids of their processes so far."""
+    receive, lost, pids = Fleet.receive, set[str](), list[int]()
+
+    def received(fleet: Fleet, incarnation: str, frame: Any, now: float) -> None:
+        if incarnation in lost:
+            return
+        receive(fleet, incarnation, frame, now)
+        if frame["type"] != "tokens" or len(pids) == len(lengths):
+            return
+        member = fleet.members[incarnation]
+        longest = max((len(one.generated) for one in member.tasks.values()), default=0)
+        if longest >= lengths[len(pids)]:
+            assert member.facts.pid is not None
+            pids.append(member.facts.pid)
+            lost.add(incarnation)
+            os.kill(member.facts.pid, sign)
+
+    monkeypatch.setattr(Fleet, "receive", received)
+    return pids
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -78,25 +102,18 @@ def has_restored(fleet: FleetLLM, num_tokens: int) -> bool:
     ],
     ids=["continued", "log-probabilities", "started again"],
 )
-def test_a_killed_worker_changes_no_word(options: dict[str, Any]) -> None:
-    # Slow enough to be hit in the middle.
-    slow = {"temperature": 1.0, "top_p": 0.99, "logprobs": 5, "ignore_eos": True}
-    options = {"max_tokens": 1500, **slow, **options}
+def test_a_killed_worker_changes_no_word(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, **options}
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", **options)
     with running_fleet("mixed", "mixed") as fleet:
-        chunks, num_killed = [], 0
-        for chunk in fleet.stream("a", **options):
-            chunks.append(chunk)
-            if num_killed < 2 and len("".join(map(str, chunks))) > 20 * (num_killed + 1):
-                victim = worker_with_tasks(fleet)
-                if victim is not None:
-                    os.kill(victim["pid"], signal.SIGKILL)
-                    num_killed += 1
-                    wait_for(partial(has_lost, fleet, num_killed))
+        killed = signalled(monkeypatch, signal.SIGKILL, 20, 40)
+        chunks = list(fleet.stream("a", **options))
         answer = chunks[-1].generation
-        assert answer is not None and num_killed == 2
-        assert fleet.status()["counts"]["restarts"] >= 1
+        assert answer is not None and len(set(killed)) == 2
+        assert fleet.status()["counts"]["restarts"] == 2
     assert "".join(map(str, chunks)) == expected.text
     assert (answer.tokens, answer.logprobs) == (expected.tokens, expected.logprobs)
 
@@ -126,8 +143,11 @@ def test_kills_at_random_times_lose_and_change_nothing(
                 threads.submit(fleet.generate, one, seed=n, priority=int(n % 3 == 0), **options)
                 for n, one in enumerate(prompts)
             ]
+            tasks = fleet.driver.fleet.tasks
             for name in (names[1], names[0], names[2], names[1]):
                 wait_for(lambda: worker_with_tasks(fleet) or all(one.done() for one in answers))
+                # With a fourth worker of one request its answer may be given up, as its cause.
+                wait_for(lambda: all(one.num_deaths < 3 for one in list(tasks.values())))
                 os.kill(wait_for(partial(pid_of, fleet, name)), signal.SIGKILL)
                 time.sleep(0.3)
             found = [answer.result(120).tokens for answer in answers]
@@ -198,24 +218,23 @@ def test_a_kill_at_any_transition_loses_and_changes_nothing(
     assert all(one["tasks"] == 0 for one in status["workers"])
 
 
-def test_a_stopped_process_is_given_up_and_joins_again() -> None:
+def test_a_stopped_process_is_given_up_and_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
-        "max_tokens": 1500,
+        "max_tokens": 300,
         "ignore_eos": True,
         "temperature": 1.0,
         "seed": 1,
     }
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", **options).text
-    with running_fleet("mixed", "mixed") as fleet, ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(fleet.generate, "a", **options)
-        victim = wait_for(lambda: worker_with_tasks(fleet))
-        os.kill(victim["pid"], signal.SIGSTOP)
+    with running_fleet("mixed", "mixed") as fleet:
+        stopped = signalled(monkeypatch, signal.SIGSTOP, 20)
         try:
-            assert answer.result(60).text == expected
-            assert fleet.status()["counts"]["lost_workers"] == 1
+            assert fleet.generate("a", **options).text == expected
+            assert fleet.status()["counts"]["lost_workers"] == len(stopped) == 1
         finally:
-            os.kill(victim["pid"], signal.SIGCONT)
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
         wait_for(lambda: len(fleet.status()["workers"]) == 2)
 
 

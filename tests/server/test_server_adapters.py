@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ pytest.importorskip("fastapi")
 from adapter_files import save_adapter  # noqa: E402
 from anydecode import LLM  # noqa: E402
 from anydecode.certification.tiny import tiny_llm  # noqa: E402
+from anydecode.models.pooling import Pooling  # noqa: E402
+from anydecode.server import embeddings  # noqa: E402
 from anydecode.server.preparation import Preparation  # noqa: E402
+from anydecode.server.run import ServerRun  # noqa: E402
 from server_client import CHAT, COMPLETIONS, RESPONSES, Client, served  # noqa: E402
 
 
@@ -84,6 +89,59 @@ def test_a_request_whose_adapter_is_unloaded_while_it_is_prepared_is_a_404(
     answer = client.http.post(COMPLETIONS, json={"prompt": "b", "model": "a"})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_all_texts_of_a_request_have_the_adapter_that_it_began_with(
+    llm: LLM, client: Client, folder: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one gets its name after each part of the texts. Rejects a look-up for each part."""
+    monkeypatch.setattr(embeddings, "MAX_AT_ONCE", 2)
+    monkeypatch.setattr(llm.model, "pooling", Pooling(), raising=False)  # for scores
+    texts = [f"text {number}" for number in range(5)]
+    body: dict[str, Any] = {"model": "a", "input": texts}
+    if path == "/v1/score":
+        body = {"model": "a", "text_1": texts, "text_2": texts[::-1]}
+    assert posted(client, "load", "a", "lora-1")[0] == 200
+    expected = client.http.post(path, json=body).json()["data"]
+    wait, numbers = ServerRun.wait_for_generations, iter([2, 3] * len(texts))
+
+    async def wait_and_replace(*arguments: Any) -> Any:
+        llm.remove_adapter("a")
+        llm.add_adapter("a", folder / f"lora-{next(numbers)}")
+        return await wait(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerRun, "wait_for_generations", wait_and_replace)
+        assert client.http.post(path, json=body).json()["data"] == expected
+    assert client.http.post(path, json=body).json()["data"] != expected
+
+
+def test_an_adapter_is_unloaded_beside_one_that_is_being_loaded(
+    llm: LLM, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other requests are answered meanwhile. Rejects an event loop that waits for the loading."""
+    assert posted(client, "load", "a", "lora-1")[0] == 200
+    is_loading, may_end = threading.Event(), threading.Event()
+    load = llm.model.add_adapter
+
+    def held(path: Path) -> int:
+        is_loading.set()
+        assert may_end.wait(60)
+        return load(path)
+
+    monkeypatch.setattr(llm.model, "add_adapter", held)
+    with ThreadPoolExecutor(2) as threads:
+        loaded = threads.submit(posted, client, "load", "b", "lora-2")
+        assert is_loading.wait(60)
+        unloaded = threads.submit(posted, client, "unload", "a")
+        try:
+            for _ in range(20):  # the server has begun to unload it at one of them
+                assert client.http.get("/v1/models", timeout=30).status_code == 200
+        finally:
+            may_end.set()
+        assert (loaded.result()[0], unloaded.result()[0]) == (200, 200)
+    assert llm.adapters == ["b"]
 
 
 @pytest.mark.one_in(3)

@@ -37,7 +37,7 @@ class Adapters:
         self._model = model
         self._lock = threading.Lock()  # while one is loaded
         self._adapters: dict[str, LoadedAdapter] = {}
-        self._tasks: dict[str, LoadedAdapter] = {}  # by the names that `of_embedding` returns
+        self._tasks: dict[str | None, LoadedAdapter] = {}
 
     @property
     def names(self) -> list[str]:
@@ -77,31 +77,30 @@ class Adapters:
             self.find(name)
             del self._adapters[name]
 
-    def of_embedding(self, name: str | None, task: str | None) -> str | None:
-        """The name for `find` of the adapter called `name`, or of the updates of a task of the
-        model.
+    def of_embedding(self, name: str | None, task: str | None) -> LoadedAdapter | None:
+        """The adapter called `name`, or the updates of a task of the model; None for neither.
 
         Raises:
             InvalidRequestError: There is no such task, or both are given.
+            AdapterNotFoundError: There is no adapter of this name.
         """
         found = task_named(tasks_of(self._model), task)
         if found is None:
-            return name
+            return self.find(name)
         if name is not None:
             raise InvalidRequestError(
                 f"task {task!r} has updates of the same matrices as the adapter {name!r}: leave"
                 " one of them out"
             )
-        key = f"task:{task}"
         with self._lock:
-            if key not in self._tasks:
+            if task not in self._tasks:
                 index = self._model.install_adapter(found.adapter)
-                self._tasks[key] = LoadedAdapter(self._model, index, self._model.path)
-        return key
+                self._tasks[task] = LoadedAdapter(self._model, index, self._model.path)
+            return self._tasks[task]
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter called `name`; None for None. Raises `AdapterNotFoundError`."""
-        adapter = None if name is None else self._tasks.get(name) or self._adapters.get(name)
+        adapter = None if name is None else self._adapters.get(name)
         if adapter is None and name is not None:
             loaded = ", ".join(self.names) or "none is loaded"
             raise AdapterNotFoundError(f"no adapter is called {name!r} ({loaded})")

@@ -479,7 +479,7 @@ class LLM:
     def scores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
         """`score` for a batch of (prompt, continuation) pairs, which are scored together."""
         decoders = self._likelihoods(pairs)
-        self._run([self._measurement(decoder, decoder.tokens) for decoder in decoders])
+        self._run([self.measurement(decoder, decoder.tokens) for decoder in decoders])
         return [decoder.likelihood() for decoder in decoders]
 
     async def ascore(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
@@ -489,7 +489,7 @@ class LLM:
     async def ascores(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[Likelihood]:
         """`scores` for asyncio."""
         decoders = self._likelihoods(pairs)
-        await self._arun([self._measurement(decoder, decoder.tokens) for decoder in decoders])
+        await self._arun([self.measurement(decoder, decoder.tokens) for decoder in decoders])
         return [decoder.likelihood() for decoder in decoders]
 
     @overload
@@ -663,12 +663,13 @@ class LLM:
         """
         self._adapters.remove(name)
 
-    def embedding_adapter(self, adapter: str | None, task: str | None) -> str | None:
-        """The name of the adapter of an embedding: the one that is given, or that of a task of the
-        model.
+    def embedding_adapter(self, adapter: str | None, task: str | None) -> LoadedAdapter | None:
+        """The adapter of an embedding, for `measurement`: the one of this name, or that of a task
+        of the model. It stays as it is while it is referred to, whatever is removed or added.
 
         Raises:
             InvalidRequestError: There is no such task, or both are given.
+            AdapterNotFoundError: There is no adapter of this name.
         """
         return self._adapters.of_embedding(adapter, task)
 
@@ -813,6 +814,34 @@ class LLM:
             prediction=None if prediction is None else self.encode(prediction, special=False),
         )
 
+    def measurement(
+        self,
+        decoder: Decoder,
+        tokens: list[int],
+        adapter: LoadedAdapter | None = None,
+        namespace: Hashable = None,
+    ) -> Request:
+        """A request whose decoder reads `tokens` and generates nothing, not started.
+
+        Args:
+            decoder: The decoder, which has the result when the request is done.
+            tokens: Token ids.
+            adapter: One of `embedding_adapter`.
+            namespace: Cached prefixes are shared only within a namespace.
+
+        Raises:
+            InvalidRequestError: The tokens do not fit.
+        """
+        return Request(
+            self.resources,
+            tokens,
+            decoder,
+            SamplingParams(temperature=0.0, max_tokens=1),
+            name=type(decoder).__name__,
+            adapter=adapter,
+            namespace=namespace,
+        )
+
     def start(self, request: Request, *, background: bool = True) -> None:
         """Queue a request. With `background`, a thread steps the engine and reports progress
         through `Request.notify`; else the caller must step it."""
@@ -901,7 +930,7 @@ class LLM:
         task = options.get("task")
         start = text_start(self.model, options.get("prompt_name"), task)
         limit = token_limit(options.get("truncate_prompt_tokens"), self.max_length)
-        loaded = self._adapters.find(self.embedding_adapter(options.get("adapter"), task))
+        loaded = self.embedding_adapter(options.get("adapter"), task)
         decoders = [embedding_decoder(self.model, task) for _ in prompts]
         requests = []
         for decoder, one in zip(decoders, prompts, strict=True):
@@ -909,7 +938,7 @@ class LLM:
                 [tokens] = text_tokens(self.tokenizer, [start + one], limit)
             else:
                 tokens = self.encode(one)[:limit]
-            requests.append(self._measurement(decoder, self.encode(tokens), loaded))
+            requests.append(self.measurement(decoder, self.encode(tokens), loaded))
         return requests, decoders
 
     def _relevances(
@@ -946,15 +975,8 @@ class LLM:
         template = pair_template(reranker)
         for tokens, types in pair_tokens(self.tokenizer, template, pairs, instruction, limit):
             judges.append(relevance_decoder(reranker, types))
-            requests.append(self._measurement(judges[-1], self.encode(tokens), loaded))
+            requests.append(self.measurement(judges[-1], self.encode(tokens), loaded))
         return requests, lambda: [judge.score() for judge in judges]
-
-    def _measurement(
-        self, decoder: Decoder, tokens: list[int], adapter: LoadedAdapter | None = None
-    ) -> Request:
-        """A request whose decoder reads `tokens` and generates nothing."""
-        params = SamplingParams(temperature=0.0, max_tokens=1)
-        return Request(self.resources, tokens, decoder, params, adapter=adapter)
 
     def _render_chats(
         self, messages: Messages | Seq[Messages], variables: Mapping[str, Any] | None

@@ -82,8 +82,8 @@ class Task:
         max_tokens: Maximum number of tokens of the answer.
         message: The options, for the worker.
         digests: The digests of the prompt's complete blocks; empty if they cannot be shared.
-        is_resumable: Whether the answer can go on from its tokens; if not, it starts again, and
-            its tokens are compared.
+        is_resumable: Whether the answer can go on from its tokens, of which the last is generated
+            again and compared; if not, it starts again, and all its tokens are compared.
         generated: The tokens of its answer so far.
 
     Attributes:
@@ -1033,12 +1033,14 @@ class Fleet:
     def _run(self, task: Task, member: Member, now: float) -> None:
         task.state, source = TaskState.DECODING, self._source(task, member)
         self.counts["handovers"] += source is not None
-        generated = task.generated if task.is_resumable else []
+        # The last token is generated again: if only the end of the answer was lost, nothing else is
+        # left to generate, and a worker cannot continue a complete answer.
+        generated = task.generated[:-1] if task.is_resumable else []
         task.num_received = len(generated)
         frame = {
             "type": "run",
             "prompt": task.prompt,
-            "generated": list(generated),
+            "generated": generated,
             "message": task.message,
             "max_tokens": task.max_tokens,
             "positions": task.num_positions,

@@ -134,15 +134,9 @@ class FleetDriver(Driver):
 
         Raises:
             EngineStoppedError: The driver is closed.
-            UnsupportedCombinationError: The request is none to generate text.
         """
         if self._closed:
             raise EngineStoppedError("the fleet is closed: open another")
-        if job.sequence.state.get(_TASK) is None:
-            raise UnsupportedCombinationError(
-                "a fleet of workers generates text only: serve embeddings, reranking and scores"
-                " with `anydecode serve`"
-            )
         self._events.loop.call_soon_threadsafe(self._submit, job)
 
     def cancel(self, job: Job) -> None:
@@ -197,8 +191,8 @@ class FleetDriver(Driver):
         self._perform()
 
     def _cancel(self, job: Job) -> None:
-        task = job.sequence.state.get(_TASK)
-        if task is not None and self._jobs.pop(task.number, None) is not None:
+        task = job.sequence.state[_TASK]
+        if self._jobs.pop(task.number, None) is not None:
             self.fleet.cancel(task.number, time.monotonic())
             self._perform()
         self.engine.cancel(job)
@@ -521,6 +515,13 @@ class FleetLLM(LLM):
                 parts=self._parts(request, message.get("prompt_embeds", []), priority),
             )
         return request
+
+    def measurement(self, *given: Any, **options: Any) -> Request:
+        """Raises UnsupportedCombinationError."""
+        raise UnsupportedCombinationError(
+            "a fleet of workers generates text only: serve embeddings, reranking and scores with"
+            " `anydecode serve`"
+        )
 
     def _parts(self, request: Request, media: list[Any], priority: int) -> list[Part]:
         """The images of a prompt as tasks, numbered by size with the largest first."""

@@ -39,10 +39,11 @@ async def unload_adapter(service: Service, body: UnloadAdapterRequest) -> Respon
     """Unload an adapter. Requests that use it end as they would."""
     if service.settings.adapter_folder is None:
         raise ApiError(403, "adapters are not unloaded by requests; start with --adapter-folder")
-    if body.lora_name not in service.llm.adapters:
-        message = f"no adapter is called {body.lora_name!r}"
-        raise ApiError(404, message, code="model_not_found", param="lora_name")
-    service.llm.remove_adapter(body.lora_name)
+    async with service.adapter_lock:  # so that the event loop waits for none that is being loaded
+        if body.lora_name not in service.llm.adapters:
+            message = f"no adapter is called {body.lora_name!r}"
+            raise ApiError(404, message, code="model_not_found", param="lora_name")
+        service.llm.remove_adapter(body.lora_name)
     return JSONResponse({"id": body.lora_name, "object": "model", "deleted": True})
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
+from anydecode.api.adapters import LoadedAdapter
 from anydecode.api.embedding import embedding_decoder, pooling_of, text_start, token_limit
 from anydecode.api.request import Request
 from anydecode.decoders.decoder import Decoder
@@ -39,7 +40,7 @@ async def embed(service: Service, body: EmbeddingRequest, http: HttpRequest) -> 
         service,
         prompts,
         http,
-        model=body.model,
+        adapter=embedding_adapter(service, body.model, body.task),
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
         task=body.task,
@@ -67,7 +68,7 @@ async def embed_prompts(
     prompts: Sequence[str | list[int]],
     http: HttpRequest,
     *,
-    model: str | None,
+    adapter: LoadedAdapter | None,
     dimensions: int | None = None,
     prompt_name: str | None = None,
     task: str | None = None,
@@ -79,14 +80,14 @@ async def embed_prompts(
         service: The served model.
         prompts: At least one text, or list of token ids.
         http: The request.
-        model: The model or adapter that the request names.
+        adapter: The adapter that the request names, or that of the task.
         dimensions: The length of the embeddings that the request asks for.
         prompt_name: The prompt of the repository that is put before each text.
         task: See `EmbedOptions`.
         truncate_prompt_tokens: See `EmbedOptions`.
 
     Raises:
-        ApiError: The model does not exist, or has embeddings of another length.
+        ApiError: The model has embeddings of another length.
     """
     llm = service.llm
     pooling = pooling_of(llm.model)
@@ -100,16 +101,27 @@ async def embed_prompts(
     encoded = iter(await service.preparation.text_tokens(http.scope["state"], texts, limit))
     tokens = [next(encoded) if isinstance(prompt, str) else prompt[:limit] for prompt in prompts]
     decoders = [embedding_decoder(llm.model, task) for _ in prompts]
-    count = await measure(service, list(zip(tokens, decoders, strict=True)), http, model, task)
+    count = await measure(service, list(zip(tokens, decoders, strict=True)), http, adapter)
     return [decoder.vector(dimensions) for decoder in decoders], count
+
+
+def embedding_adapter(
+    service: Service, model: str | None, task: str | None = None
+) -> LoadedAdapter | None:
+    """The adapter that a request names, or that of a task of the model (see `EmbedOptions`).
+
+    Raises:
+        ApiError: The model or adapter does not exist.
+    """
+    llm = service.llm
+    return llm.embedding_adapter(adapter_of(model, llm, service.settings), task)
 
 
 async def measure(
     service: Service,
     texts: Sequence[tuple[list[int], Decoder]],
     http: HttpRequest,
-    model: str | None,
-    task: str | None = None,
+    adapter: LoadedAdapter | None,
 ) -> int:
     """Run decoders that generate nothing, one per text. Returns the number of tokens.
 
@@ -117,19 +129,16 @@ async def measure(
         service: The served model.
         texts: The tokens of each text, and its decoder.
         http: The request.
-        model: The model or adapter that the request names.
-        task: The task of the model, of embeddings.
+        adapter: The adapter of all texts, also if its name is given to another one meanwhile.
     """
     llm, state = service.llm, http.scope["state"]
-    adapter = llm.embedding_adapter(adapter_of(model, llm, service.settings), task)
 
     def make_requests(part: Sequence[tuple[list[int], Decoder]]) -> list[Request]:
         requests = []
         for tokens, decoder in part:
             prompt = llm.encode(tokens)
             check_prompt(prompt, service.settings)
-            options = {"decoder": decoder, "adapter": adapter, "namespace": state["namespace"]}
-            requests.append(llm.request(prompt, max_tokens=1, **options))
+            requests.append(llm.measurement(decoder, prompt, adapter, state["namespace"]))
         return requests
 
     counts: list[Callable[[], None]] = []

@@ -24,7 +24,7 @@ from anydecode.api.embedding import (
     relevance_decoder,
     token_limit,
 )
-from anydecode.server.embeddings import check_texts, embed_prompts, measure
+from anydecode.server.embeddings import check_texts, embed_prompts, embedding_adapter, measure
 from anydecode.server.errors import ApiError
 from anydecode.server.protocol import RerankRequest, ScoreRequest
 from anydecode.server.service import Service
@@ -99,6 +99,7 @@ async def _relevances(
             prompts of these names are put.
     """
     llm = service.llm
+    adapter = embedding_adapter(service, body.model)
     reranker = cross_encoder(llm.model)
     if reranker is not None:
         limit = token_limit(body.truncate_prompt_tokens, llm.max_length)
@@ -107,7 +108,7 @@ async def _relevances(
         )
         judges = [relevance_decoder(reranker, types) for _, types in encoded]
         texts = [(tokens, judge) for (tokens, _), judge in zip(encoded, judges, strict=True)]
-        count = await measure(service, texts, http, body.model)
+        count = await measure(service, texts, http, adapter)
         return [judge.score() for judge in judges], count
     check_instruction(body.instruction)
     vectors: dict[tuple[int, str], list[float]] = {}
@@ -119,7 +120,7 @@ async def _relevances(
             service,
             texts_of_side,
             http,
-            model=body.model,
+            adapter=adapter,
             prompt_name=role if has_prompt else None,
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )

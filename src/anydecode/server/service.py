@@ -60,7 +60,7 @@ class Service:
         self.logprob_budget = LogprobBudget(settings.max_logprobs)
         self.created = int(time.time())
         self.active: set[ServerRun] = set()  # runs that have started and not ended
-        #: Held while a request loads an adapter, so that none exceeds the limit.
+        #: Held while a request loads or unloads an adapter, so that none exceeds the limit.
         self.adapter_lock = asyncio.Lock()
         template = self.tokenizer.chat_template
         tool_template = template_of(self.tokenizer, has_tools=True)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from anydecode.server.embeddings import check_texts, embed_prompts
+from anydecode.server.embeddings import check_texts, embed_prompts, embedding_adapter
 from anydecode.server.large import json_response
 from anydecode.server.ollama.prompts import ignored_names, served_model
 from anydecode.server.ollama.protocol import EmbeddingsRequest, EmbedRequest
@@ -54,7 +54,7 @@ async def _vectors(
         service,
         texts,
         http,
-        model=model,
+        adapter=embedding_adapter(service, model),
         dimensions=None if options is None else options.dimensions,
         truncate_prompt_tokens=-1 if options is not None and options.truncate else None,
     )
