@@ -14,7 +14,8 @@ from anydecode.cluster.ffn import AttentionExecutor, FfnServer
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.library import load_library
 from anydecode.models.families import load_network, spec_from_config
-from anydecode.models.ffn_split import check_split, micro_batches
+from anydecode.models.ffn_split import check_split, ffn_digest, micro_batches
+from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
 from parity_cases import first_cases, parity_module
@@ -81,6 +82,44 @@ def test_the_bits_of_a_split_model_are_those_of_the_whole(family: str) -> None:
         )
     )
     assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        one if one in ("GptOss", "DeepseekV3", "Starcoder2")
+        else pytest.param(one, marks=pytest.mark.slow)
+        for one in [*CASES, *OTHERS] if one not in REFUSED
+    ],
+)  # fmt: skip
+def test_checkpoints_whose_ffns_differ_have_other_digests(family: str) -> None:
+    """Where another tensor changes what the FFNs compute, another last number of it changes the
+    digest. Rejects a digest of the matrices without their biases."""
+    make: Any = choose_executor(BACKEND, 1)
+    plain = checkpoint(family)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, load_network(plain).spec.hidden_size)).astype(np.float32)
+
+    def with_tensor(name: str, tensor: np.ndarray) -> Network:
+        return load_network(replace(plain, tensors={**plain.tensors, name: tensor}))
+
+    def outputs(network: Network) -> list[bytes]:
+        server = FfnServer(network, make, b"", family)
+        return [server.compute(x, layer).tobytes() for layer in range(network.spec.num_layers)]
+
+    digest, expected, left_out = ffn_digest(load_network(plain)), outputs(load_network(plain)), []
+    num_same = 0
+    for name, tensor in plain.tensors.items():
+        if not isinstance(tensor, np.ndarray) or tensor.dtype != np.float32 or not tensor.size:
+            continue
+        other = tensor.copy()
+        other.reshape(-1)[-1] += 0.25
+        has_same_digest = ffn_digest(with_tensor(name, other)) == digest
+        num_same += has_same_digest
+        noise = rng.normal(size=tensor.shape).astype(np.float32)
+        if has_same_digest and outputs(with_tensor(name, tensor + noise)) != expected:
+            left_out.append(name)
+    assert left_out == [] and 0 < num_same < len(plain.tensors)
 
 
 def test_micro_batches_of_sequences_and_of_texts() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.kernels.formats import plain_weight
-from anydecode.kernels.interface import Rows
+from anydecode.kernels.interface import Rows, Weight
 from anydecode.models.network import LayerWeights, ModelWeights, Network, mlp_matrices
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.transformer import Executor
@@ -119,22 +119,33 @@ def ffn_part(network: Network) -> Network:
 def ffn_digest(network: Network) -> str:
     """A digest of everything that determines what the FFNs compute, before their matrices are
     packed or freed."""
-    spec, digest = network.spec, hashlib.sha256()
-    parts = spec.norm_eps, spec.post_norm_eps, spec.residual_scale, spec.norm
-    digest.update(f"{spec.hidden_size} {parts}".encode())
-    for shape, layer in zip(spec.layers, network.weights.layers, strict=True):
-        digest.update(repr([getattr(shape, name) for name in _FFN_SPEC]).encode())
-        digest.update(repr((layer.scale, layer.xielu)).encode())
-        for name in _FFN_WEIGHTS:
-            vector = getattr(layer, name)
-            if isinstance(vector, np.ndarray):
-                digest.update(vector.tobytes())
-        assert layer.mlp is not None, "checked by `check_split`"
-        for weight in mlp_matrices(layer.mlp):
-            digest.update(f"{weight.format} {weight.data.shape}".encode())
-            digest.update(np.ascontiguousarray(weight.data).view(np.uint8).data)
-            digest.update(b"" if weight.order is None else weight.order.tobytes())
+    part, digest = ffn_part(network), hashlib.sha256()
+    spec, layers = part.spec, part.weights.layers
+    norms = spec.norm, spec.norm_eps, spec.post_norm_eps
+    _update(digest, [spec.hidden_size, norms, spec.residual_scale, spec.layers, layers])
     return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any) -> None:
+    """Add a value to a digest, with all parts that it consists of. The names of matrices, which
+    differ between file formats, are left out."""
+    if isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).view(np.uint8).data)
+    elif is_dataclass(value):
+        names = [one.name for one in fields(value)]
+        if isinstance(value, Weight):
+            names.remove("name")
+        digest.update(f"{type(value).__name__} {len(names)} ".encode())
+        for name in names:
+            _update(digest, getattr(value, name))
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)} ".encode())
+        for one in value:
+            _update(digest, one)
+    else:
+        assert value is None or isinstance(value, bool | int | float | str), type(value)
+        digest.update(f"{value!r} ".encode())
 
 
 def free_ffns(network: Network) -> None:
