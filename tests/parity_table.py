@@ -22,6 +22,7 @@ OTHER_REFERENCES = {
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
     "nanbeige": "Llama of `transformers`, 3 settings",
+    "kimi_k3": "a forward pass in numpy, 8 settings",
     "ouro": "HyperCLOVA X of `transformers`, 2 settings",
     **dict.fromkeys(PLAIN, "a forward pass in numpy, 1 setting"),
     "cohere2_moe_rms": "Cohere 2 with experts of `transformers`",
@@ -117,6 +118,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "rwkv6", "rwkv6", True
     yield "rwkv7", "rwkv7", True
     yield "hrm_text", "hrm_text", True
+    yield "kimi_k3", "kimi-k3", True
     yield "nemotron-nas", "deci", True
     for name in parity_module("families/test_renamed_llama").FILES:
         yield OF_FILES.get(name, name), name, True

@@ -19,6 +19,7 @@ from anydecode.models.families import build_model
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import ByteTokenizer
 from baichuan_models import baichuan_checkpoint
+from kimi_k3_models import kimi_k3_checkpoint
 from nanbeige_models import as_ouro, nanbeige_checkpoint, ouro_base
 from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
@@ -37,6 +38,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "step3_text": step3_checkpoint,
     "baichuan": baichuan_checkpoint,
     "openelm": openelm_checkpoint,
+    "kimi_k3": kimi_k3_checkpoint,
     "nanbeige": nanbeige_checkpoint,
     "ouro": lambda seed: as_ouro(ouro_base(seed)),
     **{name: functools.partial(checkpoint, name) for name in FAMILIES},

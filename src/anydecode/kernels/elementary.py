@@ -109,6 +109,15 @@ def limited_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.
     return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
+def situ_glu(
+    gate: torch.Tensor, up: torch.Tensor, cap: float, up_cap: float | None
+) -> torch.Tensor:
+    """See `SituGlu`."""
+    if up_cap is not None:
+        up = tanh(up / up_cap) * up_cap
+    return tanh(gate / cap) * cap * sigmoid(gate) * up
+
+
 def identity(x: torch.Tensor) -> torch.Tensor:
     """x"""
     return x

@@ -393,6 +393,14 @@ class LimitedSwiglu(NamedTuple):
     limit: float
 
 
+class SituGlu(NamedTuple):
+    """The activation of Kimi K3: cap * tanh(gate / cap) * sigmoid(gate) * u, where u is up, with an
+    `up_cap` up_cap * tanh(up / up_cap)."""
+
+    cap: float
+    up_cap: float | None = None
+
+
 class Xielu(NamedTuple):
     """The activation of Apertus (Huang and Schlag, arXiv:2411.13010).
 
@@ -407,8 +415,8 @@ class Xielu(NamedTuple):
 
 
 #: The function of a gate: "silu", "gelu_tanh", "gelu", "sigmoid", "softplus", "identity", a
-#: `ClampedSwiglu`, a `CappedSwiglu` or a `LimitedSwiglu`.
-Activation = str | ClampedSwiglu | CappedSwiglu | LimitedSwiglu
+#: `ClampedSwiglu`, a `CappedSwiglu`, a `LimitedSwiglu` or a `SituGlu`.
+Activation = str | ClampedSwiglu | CappedSwiglu | LimitedSwiglu | SituGlu
 
 
 @dataclass(frozen=True)
@@ -992,6 +1000,10 @@ class Backend(ABC):
         times the columns. The result has its transpose minus the identity, the coefficients of
         `mix`.
         """
+
+    @abstractmethod
+    def softmax(self, x: Any) -> Any:
+        """The softmax of each row of x."""
 
     @abstractmethod
     def collapse(self, x: Any, factors: Any, groups: int) -> Any:

@@ -20,7 +20,7 @@ _IN_PLACE = frozenset(
     {
         *(Code.NORM, Code.ROPE, Code.GATED, Code.ADD, Code.SCALE, Code.SOFTCAP),
         *(Code.LAYER_NORM, Code.ACTIVATE, Code.ADD_POSITION, Code.GATE_PARTS, Code.CLAMP),
-        *(Code.MULTIPLY, Code.CUT_OFF, Code.MATCH_MAGNITUDE),
+        *(Code.MULTIPLY, Code.CUT_OFF, Code.MATCH_MAGNITUDE, Code.SOFTMAX),
     }
 )
 # Ops that share memory outside the workspace: the states of split attention, and the scores and

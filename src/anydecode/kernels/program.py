@@ -24,6 +24,7 @@ from anydecode.kernels.interface import (
     RelativePositions,
     Rope,
     Routing,
+    SituGlu,
     Weight,
     WkvWeights,
     Xielu,
@@ -46,7 +47,7 @@ _ACTIVATIONS = {
     "relu": 7,
     "softplus": 9,
 }
-_CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU, _LIMITED_SWIGLU = 3, 8, 10, 11
+_CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU, _LIMITED_SWIGLU, _SITU_GLU = 3, 8, 10, 11, 12
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
 # eight rows would not fit a processor's cache.
@@ -251,6 +252,9 @@ class NativeBackend(Backend):
     def hyper_factors(self, x: Value, streams: int, iterations: int, eps: float) -> Value:
         fields = {"groups": streams, "count": iterations, "x": eps}
         return self._record(Code.HYPER, (x,), x.width, **fields)
+
+    def softmax(self, x: Value) -> Value:
+        return self._record(Code.SOFTMAX, (x,), x.width)
 
     def collapse(self, x: Value, factors: Value, groups: int) -> Value:
         return self._record(Code.COLLAPSE, (x, factors), x.width // groups, groups=groups)
@@ -512,6 +516,8 @@ def _activation_fields(activation: Activation) -> dict[str, Any]:
         return {"activation": _CAPPED_SWIGLU, "y": activation.limit}
     if isinstance(activation, LimitedSwiglu):
         return {"activation": _LIMITED_SWIGLU, "y": activation.limit}
+    if isinstance(activation, SituGlu):
+        return {"activation": _SITU_GLU, "x": activation.cap, "y": activation.up_cap or 0.0}
     return {"activation": _ACTIVATIONS[activation]}
 
 

@@ -42,6 +42,7 @@ from anydecode.kernels.interface import (
     Rope,
     Routing,
     Rows,
+    SituGlu,
     Weight,
     WkvWeights,
     Xielu,
@@ -480,6 +481,9 @@ class ReferenceBackend(Backend):
         matrix = matrix - torch.eye(streams, device=x.device)
         return torch.cat((first, second, matrix.flatten(-2)), -1)
 
+    def softmax(self, x: torch.Tensor) -> torch.Tensor:
+        return elementary.softmax(x)
+
     def collapse(self, x: torch.Tensor, factors: torch.Tensor, groups: int) -> torch.Tensor:
         parts, out = x.view(len(x), groups, -1), x.new_zeros(len(x), x.shape[-1] // groups)
         for part in range(groups):
@@ -536,6 +540,8 @@ class ReferenceBackend(Backend):
             return elementary.capped_swiglu(gate, up, *activation)
         if isinstance(activation, LimitedSwiglu):
             return elementary.limited_swiglu(gate, up, *activation)
+        if isinstance(activation, SituGlu):
+            return elementary.situ_glu(gate, up, *activation)
         return elementary.ACTIVATIONS[activation](gate) * up
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
+from anydecode.models.streams import as_first_stream
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class HyperWeights:
         """The sum of the streams after the last layer in place of the first one; the others are
         zero."""
         factors = self.factors(backend, streams, spec)
-        return _as_first(backend, backend.collapse(streams, factors, spec.num_streams), spec)
+        return as_first_stream(backend, backend.collapse(streams, factors, spec.num_streams), spec)
 
 
 def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
@@ -63,12 +62,7 @@ def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
     total = backend.columns(streams, 0, size)
     for index in range(1, spec.num_streams):
         total = backend.add(total, backend.columns(streams, index * size, size))
-    return _as_first(backend, backend.scale(total, 1.0 / spec.num_streams), spec)
-
-
-def _as_first(backend: Backend, stream: Any, spec: ModelSpec) -> Any:
-    count = spec.num_streams
-    return backend.spread(stream, np.eye(1, count, dtype=np.float32)[0], count)
+    return as_first_stream(backend, backend.scale(total, 1.0 / spec.num_streams), spec)
 
 
 @dataclass(eq=False)

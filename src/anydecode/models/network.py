@@ -35,6 +35,7 @@ from anydecode.kernels.interface import (
     Weight,
     Xielu,
 )
+from anydecode.models.block_residuals import BlockResiduals, weighted_sum, with_stream
 from anydecode.models.differential import DifferentialWeights
 from anydecode.models.hyper import HyperConnections, HyperWeights, mean_stream
 from anydecode.models.limits import MAX_FACTOR, number
@@ -53,7 +54,7 @@ from anydecode.models.spec import (
     RecurrentSpec,
 )
 from anydecode.models.states import StateWeights
-from anydecode.models.streams import StreamBlock, StreamProjections
+from anydecode.models.streams import StreamBlock, StreamProjections, as_first_stream
 from anydecode.models.time_conditioning import (
     InputModulation,
     SharedTimeConditioning,
@@ -105,7 +106,8 @@ class Experts:
     of the product with `shared_gate` `[1, hidden_size]` if there is one. With `norms`, router and
     experts read the hidden states without the norm of the layer's MLP, which `shared` is. With
     `latent_down` `[latent size, hidden_size]` the experts read its product, normed if there is
-    `latent_norm`, and `latent_up` is applied to the sum of their outputs (Nemotron-H). Where the
+    `latent_norm`, and `latent_up` is applied to the sum of their outputs (Nemotron-H), normed if
+    there is `latent_output_norm` (Kimi K3). Where the
     router gives the weights ("given"), these are relu(router(x)), normed by `router_norm`. `bias`
     `[1, hidden_size]` is added to the sum of the experts' outputs (Nomic BERT). The router's
     outputs are limited by the tangent function to `router_softcap` (Grok).
@@ -119,6 +121,7 @@ class Experts:
     latent_down: Linear | None = None
     latent_up: Linear | None = None
     latent_norm: RmsNorm | None = None
+    latent_output_norm: RmsNorm | None = None
     router_norm: RmsNorm | None = None
     bias: Weight | None = None
     router_softcap: float | None = None
@@ -376,6 +379,7 @@ class LayerWeights:
     indexer: IndexerWeights | None = None
     shared_key: SharedKeyWeights | None = None
     hyper: HyperConnections | None = None
+    residuals: BlockResiduals | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     canvas_scale: float | None = None  # the same for rows of a canvas (`ModelSpec.has_canvas`)
@@ -419,7 +423,7 @@ class LayerWeights:
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
         gates = self.attention_norm_gate, self.mlp_norm_gate
-        for part in (self.indexer, self.shared_key, self.hyper, *gates):
+        for part in (self.indexer, self.shared_key, self.hyper, self.residuals, *gates):
             weights += [] if part is None else part.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -444,6 +448,7 @@ class ModelWeights:
     per_layer: PerLayerEmbeddings | None = None
     streams: StreamProjections | None = None
     hyper: HyperWeights | None = None  # of the streams after the last layer
+    residual_score: Weight | None = None  # of the sums of blocks there, see `BlockResiduals`
     states: StateWeights | None = None  # of a drafter that reads its target's states
     self_conditioning: SelfConditioning | PlainSelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
@@ -522,6 +527,7 @@ class Network:
         if (weights.hyper is None) != (spec.hyper is None or spec.hyper.has_mean):
             raise CheckpointError("only one of the spec and the weights sums the last streams")
         _check_hyper("", spec, weights.hyper, spec.num_streams)
+        _check_residuals(spec, weights)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             if any(weight in self.packed for weight in layer.matrices):
                 continue  # of another network, which has checked it
@@ -571,6 +577,8 @@ class Network:
             yield from self.weights.streams.matrices
         if self.weights.hyper is not None:
             yield from self.weights.hyper.matrices
+        if self.weights.residual_score is not None:
+            yield self.weights.residual_score
         if self.weights.states is not None:
             yield from self.weights.states.matrices
         for layer in self.weights.layers:
@@ -586,6 +594,8 @@ class Network:
         x = self._inputs(backend, x, index)
         if self.spec.hyper is not None:
             return self._layer_of_hyper_connections(backend, x, index)
+        if self.spec.residual_block:
+            return self._layer_of_blocks(backend, x, index)
         if self.spec.num_streams > 1:
             return self._layer_of_streams(backend, x, index)
         if self.spec.memory_size:
@@ -726,6 +736,34 @@ class Network:
         if last is not None:
             return last.merge(backend, x, spec)
         return mean_stream(backend, x, spec)
+
+    def _layer_of_blocks(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same where sublayers read sums over blocks of layers. After the last layer such a sum
+        takes the place of the first stream, and the others are zero."""
+        spec, residuals = self.spec, self.weights.layers[index].residuals
+        assert residuals is not None, "checked by `_check_residuals`"
+        current = y = backend.columns(x, 0, spec.hidden_size)
+        blocks, place = divmod(index, spec.residual_block)
+        known = 1 + blocks + (place > 0)
+        if residuals.mixer is not None:
+            y = weighted_sum(backend, x, known, residuals.mixer, spec)
+        mixed = self._mixer_block(backend, y, index)
+        if place:
+            current = backend.add(current, mixed)
+        else:
+            x, known = with_stream(backend, x, known, current, spec), known + 1
+            current = mixed
+        x = with_stream(backend, x, 0, current, spec)
+        y = weighted_sum(backend, x, known, residuals.mlp, spec)
+        x = with_stream(
+            backend, x, 0, backend.add(current, self._mlp_block(backend, y, index)), spec
+        )
+        if index + 1 < spec.num_layers:
+            return x
+        score = self.weights.residual_score
+        assert score is not None, "checked by `_check_residuals`"
+        last = weighted_sum(backend, x, spec.num_streams, score, spec)
+        return as_first_stream(backend, last, spec)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -1195,11 +1233,11 @@ class Network:
         y = backend.grouped_linear(y, latent.values)
         if weights.attention_gate is not None:
             assert spec.attention_gate is not None, "checked by `_check_attention`"
+            reads_query = spec.low_rank_query is not None and spec.low_rank_query.has_raw
+            gate = weights.attention_gate.apply(backend, inputs if reads_query else x)
             if spec.gates_heads:
-                gate = weights.attention_gate.apply(backend, x)
                 y = backend.gate_parts(y, gate, spec.attention_gate)
-            else:  # see `LowRankQuery.has_raw`
-                gate = weights.attention_gate.apply(backend, inputs)
+            else:
                 y = backend.gated(gate, y, spec.attention_gate)
         return weights.output.apply(backend, y)
 
@@ -1466,6 +1504,9 @@ def _mlp(
         if mlp.latent_norm is not None:
             latent = backend.rms_norm(latent, mlp.latent_norm.weight, mlp.latent_norm.eps)
         y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
+        if mlp.latent_output_norm is not None:
+            norm = mlp.latent_output_norm
+            y = backend.rms_norm(y, norm.weight, norm.eps)
         y = y if mlp.latent_up is None else mlp.latent_up.apply(backend, y)
         y = y if mlp.bias is None else backend.add_positions(y, mlp.bias)
         if mlp.shared is None:
@@ -1631,7 +1672,7 @@ def _check_per_layer(spec: ModelSpec, weights: PerLayerEmbeddings | None) -> Non
 
 
 def _check_streams(spec: ModelSpec, weights: StreamProjections | None) -> None:
-    if (weights is not None) != (spec.num_streams > 1 and spec.hyper is None):
+    if (weights is not None) != spec.predicts_streams:
         raise CheckpointError("only one of the spec and the weights has streams")
     if weights is None:
         return
@@ -1652,9 +1693,25 @@ def _check_hyper(prefix: str, spec: ModelSpec, weights: HyperWeights | None, row
         _check_linear(f"{prefix}hyper-connections", weights.projection, shape)
 
 
+def _check_residuals(spec: ModelSpec, weights: ModelWeights) -> None:
+    """Check the scores of sums of blocks of layers."""
+    has_blocks, layers = spec.residual_block > 0, [layer.residuals for layer in weights.layers]
+    if any((part is not None) != has_blocks for part in (weights.residual_score, *layers)):
+        raise CheckpointError("only one of the spec and the weights has sums of blocks of layers")
+    scores = [] if weights.residual_score is None else [weights.residual_score]
+    for index, residuals in enumerate(layers):
+        if residuals is None:
+            continue
+        if (residuals.mixer is None) != (index == 0):
+            raise CheckpointError(f"layer {index}: all layers but the first have two scores")
+        scores += residuals.matrices
+    for score in scores:
+        _check_matrix("the score of a block of layers", score, (1, spec.hidden_size))
+
+
 def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | None) -> None:
     count, hidden = spec.num_streams, spec.hidden_size
-    if (weights is not None) != (count > 1 and spec.hyper is None):
+    if (weights is not None) != spec.predicts_streams:
         raise CheckpointError(f"{prefix}only one of the spec and the weights has streams")
     if weights is None:
         return
@@ -2055,6 +2112,9 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         _check_vector(f"{prefix}the experts' factors", routed.factors, count)
     if mlp.latent_norm is not None:
         _check_vector(f"{prefix}the norm of the experts' inputs", mlp.latent_norm.weight, size)
+    if mlp.latent_output_norm is not None:
+        norm = mlp.latent_output_norm.weight
+        _check_vector(f"{prefix}the norm of the experts' sum", norm, size)
     has_output_norm = spec.routing is not None and spec.routing.output_eps is not None
     if has_output_norm != (routed.output_factors is not None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights norms outputs")

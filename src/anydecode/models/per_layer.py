@@ -22,9 +22,10 @@ from anydecode.models.spec import ModelSpec
 def late_start_error(name: str) -> UnsupportedCombinationError:
     """The error for rows that start at a later layer of the model `name`."""
     return UnsupportedCombinationError(
-        f"{name} has embeddings of tokens in every layer, a memory, hyper-connections, or layers"
-        " that attend to the positions that an earlier one has selected; its passes start at layer"
-        " 0, so methods that exit early and complete the layers later do not work with it"
+        f"{name} has embeddings of tokens in every layer, a memory, several streams of hidden"
+        " states, or layers that attend to the positions that an earlier one has selected; its"
+        " passes start at layer 0, so methods that exit early and complete the layers later do not"
+        " work with it"
     )
 
 

@@ -17,6 +17,7 @@ from anydecode.kernels.interface import (
     Recurrence,
     Rope,
     Routing,
+    SituGlu,
 )
 from anydecode.models.limits import (
     MAX_COUNT,
@@ -244,8 +245,7 @@ class LayerSpec:
             "full" (OLMo 2) or "plain" (each head, without weights; Llama 4). A layer norm, which
             "heads" and "full" may be, if `ModelSpec.norm` is one.
         activation: The activation of the MLP, "silu", "gelu_tanh", "gelu", "relu", "relu2" or, of a
-            gated MLP, a `ClampedSwiglu` or `CappedSwiglu`, of a plain one, "xielu"
-            (`LayerWeights.xielu`).
+            gated MLP, a class of `Activation`, of a plain one, "xielu" (`LayerWeights.xielu`).
         shared_activation: That of the MLP beside experts that every token runs through, if it is
             another.
         num_experts: The number of experts; 0 for a dense MLP.
@@ -610,8 +610,11 @@ class ModelSpec:
     num_streams: int = 1
     active_stream: int = 0
     # The hyper-connections of these streams (DeepSeek-V4, see `models/hyper.py`); None: they have
-    # none, and are those of Gemma 3n.
+    # none, and are those of Gemma 3n or of blocks.
     hyper: HyperSpec | None = None
+    # Layers of a block, whose sum is a stream of its own (Kimi K3, `models/block_residuals.py`):
+    # there is a stream for each block, and one for the current sum. 0: there are no such blocks.
+    residual_block: int = 0
     memory_size: int = 0  # numbers of a memory beside the hidden state (SambaY, RemeDi, Zamba2)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
@@ -641,6 +644,8 @@ class ModelSpec:
         integer("active_stream", self.active_stream, 0, streams - 1)
         if self.hyper is not None:
             _check_hyper(self, self.hyper)
+        elif self.residual_block:
+            _check_residual_blocks(self)
         elif streams > 1:
             _check_streams(self)
         integer("memory_size", self.memory_size, 0)
@@ -709,6 +714,11 @@ class ModelSpec:
         return self.hidden_size * (self.num_streams - 1) + self.memory_size
 
     @property
+    def predicts_streams(self) -> bool:
+        """Whether the streams are those of Gemma 3n, which layers predict and correct."""
+        return self.num_streams > 1 and self.hyper is None and not self.residual_block
+
+    @property
     def starts_from_states(self) -> bool:
         """Whether the hidden states of all rows start as the states that they read."""
         return self.states is not None and self.states.joins != "context"
@@ -722,7 +732,8 @@ class ModelSpec:
     @property
     def starts_at_first_layer(self) -> bool:
         """Whether a row whose input is a hidden state cannot start at a later layer."""
-        has_more = self.per_layer_size > 0 or self.memory_size > 0 or self.hyper is not None
+        has_streams = self.hyper is not None or self.residual_block > 0
+        has_more = self.per_layer_size > 0 or self.memory_size > 0 or has_streams
         return has_more or self.shares_selections
 
     @cached_property
@@ -835,15 +846,26 @@ def _check_hyper(spec: ModelSpec, hyper: HyperSpec) -> None:
     integer("the number of streams", spec.num_streams, 2, MAX_STREAMS)
     integer("hc_sinkhorn_iters", hyper.iterations, 1, MAX_COUNT)
     number("hc_eps", hyper.eps, 0.0, 1.0)
+    _check_sublayers(spec, "hyper-connections")
+
+
+def _check_residual_blocks(spec: ModelSpec) -> None:
+    """There is a stream for each block of layers, and one more."""
+    blocks = -(-len(spec.layers) // integer("attn_res_block_size", spec.residual_block))
+    if spec.num_streams != blocks + 1:
+        raise refusal("the number of streams", spec.num_streams, f"{blocks + 1}")
+    _check_sublayers(spec, "sums of blocks of layers")
+
+
+def _check_sublayers(spec: ModelSpec, name: str) -> None:
+    """The layers of a model with streams are two sublayers, normed before."""
     for index, layer in enumerate(spec.layers):
         is_plain = layer.has_mixer and layer.memory is None and not layer.has_scale
         if not is_plain or layer.norms != "pre" or layer.mlp == "none" or layer.is_parallel:
-            raise ConfigError(
-                f"layer {index}: hyper-connections need two sublayers, both normed before"
-            )
+            raise ConfigError(f"layer {index}: {name} need two sublayers, both normed before")
     others = (spec.per_layer_size, spec.memory_size, spec.has_position_table)
     if any(others) or spec.residual_scale != 1.0:
-        raise ConfigError("hyper-connections are without other embeddings, memories and scales")
+        raise ConfigError(f"{name} are without other embeddings, memories and scales")
 
 
 def _check_states(states: StateSpec, hidden_size: int) -> None:
@@ -974,6 +996,11 @@ def _check_activation(prefix: str, layer: LayerSpec, activation: Activation) -> 
         if activation not in allowed:
             raise refusal(f"{prefix}activation", activation, f"one of {allowed}")
         return
+    if isinstance(activation, SituGlu):
+        number(f"{prefix}activation_situ_beta", activation.cap)
+        if activation.up_cap is not None:
+            number(f"{prefix}activation_situ_linear_beta", activation.up_cap)
+        return
     if isinstance(activation, ClampedSwiglu):
         number(f"{prefix}swiglu_alpha", activation.alpha)
     number(f"{prefix}swiglu_limit", activation.limit)
@@ -1093,9 +1120,8 @@ def _check_latent(prefix: str, layer: LayerSpec) -> None:
     if latent.growth is not None:
         _check_rope(prefix, latent.growth, latent.key_dim)
     reads_query = layer.low_rank_query is not None and layer.low_rank_query.has_raw
-    if layer.attention_gate and layer.gates_heads == reads_query:
-        allowed = f"{not reads_query} with latent attention and this gate"
-        raise refusal(f"{prefix}gates_heads", layer.gates_heads, allowed)
+    if layer.attention_gate and layer.gates_heads and reads_query:
+        raise refusal(f"{prefix}gates_heads", True, "False with a gate of queries of raw numbers")
     names = ("qk_norm", "norm_after_rope", "has_value_norm", "qkv_limit")
     for name in names:
         if getattr(layer, name):

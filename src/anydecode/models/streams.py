@@ -121,3 +121,9 @@ class StreamBlock:
         others = np.ones(spec.num_streams, np.float32)
         others[0] = 0.0
         return backend.add(streams, backend.spread(y, others, spec.num_streams))
+
+
+def as_first_stream(backend: Backend, stream: Any, spec: ModelSpec) -> Any:
+    """`stream` in place of the first one; the others are zero."""
+    count = spec.num_streams
+    return backend.spread(stream, np.eye(1, count, dtype=np.float32)[0], count)

@@ -185,6 +185,7 @@ static void run_row(const Step *s, int r) {
     case OP_COLLAPSE:
       collapse(a + from, b + (int64_t)r * op->groups, op->width, op->groups, out + to);
       break;
+    case OP_SOFTMAX: softmax_row(a + from, op->width, out + from); break;
     case OP_SPREAD:
       spread(a + from, op->weight ? op->weight : b + (int64_t)r * op->groups, op->width,
              op->groups, out + to);

@@ -112,7 +112,7 @@ static void rope_pairs(const float *x, int heads, int head_dim, const float *tab
 
 enum {
   SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU, SOFTPLUS,
-  CAPPED_SWIGLU, LIMITED_SWIGLU
+  CAPPED_SWIGLU, LIMITED_SWIGLU, SITU_GLU
 };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
@@ -168,6 +168,21 @@ static void capped_swiglu(const float *gate, const float *up, int width, float l
   }
 }
 
+/* cap * tanh(x / cap) */
+INLINE f8 f8_softcap(f8 x, float cap) {
+  return f8_mul(f8_set(cap), f8_tanh(f8_mul(x, f8_set(1.0f / cap))));
+}
+
+/* The softcap of gate, times its sigmoid and up, whose softcap it is if `up_cap` is not 0. */
+static void situ_glu(const float *gate, const float *up, int width, float cap, float up_cap,
+                     float *out) {
+  for (int i = 0; i < width; i += 8) {
+    f8 g = f8_load_part(gate + i, width - i), u = f8_load_part(up + i, width - i);
+    if (up_cap > 0.0f) u = f8_softcap(u, up_cap);
+    f8_store_part(out + i, f8_mul(f8_mul(f8_softcap(g, cap), f8_sigmoid(g)), u), width - i);
+  }
+}
+
 static void gated(const float *gate, const float *up, int width, const Op *op, float *out) {
   int activation = op->activation;
   if (activation == CLAMPED_SWIGLU) {
@@ -176,6 +191,10 @@ static void gated(const float *gate, const float *up, int width, const Op *op, f
   }
   if (activation == CAPPED_SWIGLU || activation == LIMITED_SWIGLU) {
     capped_swiglu(gate, up, width, op->y, activation == LIMITED_SWIGLU, out);
+    return;
+  }
+  if (activation == SITU_GLU) {
+    situ_glu(gate, up, width, op->x, op->y, out);
     return;
   }
   for (int i = 0; i < width; i += 8) {
@@ -227,11 +246,8 @@ static void gate_parts(const float *x, const float *gates, int width, int groups
 }
 
 static void softcap_row(const float *x, int width, float cap, float *out) {
-  f8 limit = f8_set(cap), inverse = f8_set(1.0f / cap);
-  for (int i = 0; i < width; i += 8) {
-    f8 y = f8_tanh(f8_mul(f8_load_part(x + i, width - i), inverse));
-    f8_store_part(out + i, f8_mul(limit, y), width - i);
-  }
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_softcap(f8_load_part(x + i, width - i), cap), width - i);
 }
 
 static void multiply_row(const float *x, const float *factors, int width, float *out) {
@@ -301,6 +317,15 @@ static void balance(float *m, int n, int by_column, float eps) {
   }
 }
 
+static void softmax_row(const float *x, int width, float *out) {
+  float max = x[0], sum = 0.0f;
+  for (int i = 1; i < width; i++) max = x[i] > max ? x[i] : max;
+  for (int i = 0; i < width; i += 8)
+    f8_store_part(out + i, f8_exp(f8_sub(f8_load_part(x + i, width - i), f8_set(max))), width - i);
+  for (int i = 0; i < width; i++) sum += out[i];
+  for (int i = 0; i < width; i++) out[i] /= sum;
+}
+
 /* The factors of hyper-connections, see `Backend.hyper_factors`. */
 static void hyper_factors(const float *x, int width, int n, int iterations, float eps, float *out) {
   float m[MAX_STREAMS * MAX_STREAMS];
@@ -313,13 +338,8 @@ static void hyper_factors(const float *x, int width, int n, int iterations, floa
   }
   if (width == n) return;
   for (int r = 0; r < n; r++) {
-    const float *from = x + (2 + r) * n;
-    float *row = m + r * n, max = from[0], sum = 0.0f;
-    for (int i = 1; i < n; i++) max = from[i] > max ? from[i] : max;
-    for (int i = 0; i < n; i += 8)
-      f8_store_part(row + i, f8_exp(f8_sub(f8_load_part(from + i, n - i), f8_set(max))), n - i);
-    for (int i = 0; i < n; i++) sum += row[i];
-    for (int i = 0; i < n; i++) row[i] = row[i] / sum + eps;
+    softmax_row(x + (2 + r) * n, n, m + r * n);
+    for (int i = 0; i < n; i++) m[r * n + i] += eps;
   }
   balance(m, n, 1, eps);
   for (int i = 1; i < iterations; i++) {

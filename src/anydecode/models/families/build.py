@@ -14,6 +14,7 @@ from anydecode.kernels import portable
 from anydecode.kernels.formats import DTYPES as FLOATS
 from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Attention, Weight, Xielu
+from anydecode.models.block_residuals import BlockResiduals
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
 from anydecode.models.families.distance_biases import read_distance_biases
@@ -194,7 +195,9 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, reader: TensorReader)
         weights.per_layer = _read_per_layer(reader, spec, config)
     if spec.hyper is not None and not spec.hyper.has_mean:
         weights.hyper = read_last_hyper_weights(reader, spec)
-    elif spec.hyper is None and spec.num_streams > 1:
+    elif spec.residual_block:
+        weights.residual_score = read_residual_score(reader, "output_attn_res", spec.hidden_size)
+    elif spec.predicts_streams:
         weights.streams = _read_streams(reader, spec)
     if family.has_states:
         start = reader.vector("z_L_init", spec.hidden_size)
@@ -309,6 +312,17 @@ def _read_plain_self_conditioning(
     )
 
 
+def read_residual_score(reader: TensorReader, name: str, hidden: int) -> Weight:
+    """The score of sums of blocks of layers (Kimi K3): the weights of a norm, times a matrix of one
+    row. GGUF files have the product."""
+    if reader.has(f"{name}_score.weight"):
+        score = reader.vector(f"{name}_score.weight", hidden)
+    else:
+        score = reader.vector(f"{name}_norm.weight", hidden)
+        score = score * reader.tensor(f"{name}_proj.weight", (1, hidden))[0]
+    return plain_weight(score[None])
+
+
 def _read_streams(reader: TensorReader, spec: ModelSpec) -> StreamProjections:
     shape = (spec.hidden_size, spec.hidden_size)
     first, last = (
@@ -379,7 +393,9 @@ class _LayerReader:
             layer.per_layer = self._per_layer()
         if self._model.hyper is not None:
             layer.hyper = read_hyper_connections(self._reader, self._name, self._model)
-        elif self._model.num_streams > 1:
+        elif self._model.residual_block:
+            layer.residuals = self._residuals()
+        elif self._model.predicts_streams:
             layer.streams = self._streams(self._model.num_streams)
         if self._spec.has_scale:
             name = f"{self._name}.layer_scalar"  # GGUF files may lack it
@@ -598,6 +614,17 @@ class _LayerReader:
             self._reader.linear(self._full("per_layer_projection"), (hidden, size), False),
             self._norm("post_per_layer_input_norm"),
         )
+
+    def _residuals(self) -> BlockResiduals:
+        """The scores of the sums of blocks; those of the first layer's attention are not used."""
+        mixer, mlp = (
+            read_residual_score(self._reader, f"{self._name}.{part}_res", self._hidden)
+            if part == "mlp" or self._index
+            else None
+            for part in ("self_attention", "mlp")
+        )
+        assert mlp is not None
+        return BlockResiduals(mixer, mlp)
 
     def _streams(self, count: int) -> StreamBlock:
         hidden, rank = self._hidden, int_value(self._config, "laurel_rank")

@@ -17,6 +17,7 @@ from anydecode.kernels.interface import (
     LimitedSwiglu,
     Rope,
     Routing,
+    SituGlu,
 )
 from anydecode.models.families.advice import unsupported
 from anydecode.models.families.alibi import alibi_slopes
@@ -134,6 +135,7 @@ _MULTIMODAL = (
     "InternVLForConditionalGeneration",
     "JanusForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
@@ -327,6 +329,7 @@ def spec_from_config(
         else 0,
         num_streams=_num_streams(config, family),
         hyper=_hyper(config) if family.has_hyper_connections else None,
+        residual_block=_residual_block(config, family),
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
         if any(layer.memory in ("side", "embeddings", "shortcut", "swaps") for layer in layers)
@@ -349,7 +352,14 @@ def _head_activation(config: Config, family: Family) -> str | None:
 def _num_streams(config: Config, family: Family) -> int:
     if family.has_hyper_connections:
         return int_value(config, "hc_mult")
+    if family.has_residual_blocks:
+        return 1 + -(-num_layers(config) // _residual_block(config, family))
     return int_value(config, "altup_num_inputs", 4) if family.has_streams else 1
+
+
+def _residual_block(config: Config, family: Family) -> int:
+    """The layers of a block whose sum later sublayers read; 0: there are no blocks."""
+    return int_value(config, "attn_res_block_size") if family.has_residual_blocks else 0
 
 
 def _hyper(config: Config) -> HyperSpec:
@@ -609,6 +619,9 @@ def _latent_attention(config: Config, layer_type: str) -> Attention:
 
 def _activation(config: Config, family: Family) -> Activation:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if name == "situ":
+        beta = number("activation_situ_beta", value_or(config, "activation_situ_beta", 1.0))
+        return SituGlu(beta, optional_number(config, "activation_situ_linear_beta"))
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported")
     if family.has_limited_swiglu:

@@ -93,19 +93,21 @@ def read_experts(
     size, hidden = shared_size(config, family.moe), shape[1]
     if config.get("moe_latent_size") is not None:
         has_bias = bool_value(config, "mlp_bias")
-        down, up = (  # of Nemotron-H, and of Muse Spark
+        down, up = (  # of Nemotron-H, of Muse Spark, and of Kimi K3
             reader.first(f"{block}.{one}" for one in names)
             for names in (
-                ("fc1_latent_proj", "pre_expert_proj"),
-                ("fc2_latent_proj", "post_expert_proj"),
+                ("fc1_latent_proj", "pre_expert_proj", "routed_expert_down_proj"),
+                ("fc2_latent_proj", "post_expert_proj", "routed_expert_up_proj"),
             )
         )
         experts.latent_down = reader.linear(down, (latent, hidden), has_bias)
         experts.latent_up = reader.linear(up, (hidden, latent), has_bias)
+        if bool_value(config, "latent_moe_use_norm"):
+            norm = reader.vector(f"{block}.routed_expert_norm.weight", latent)
+            experts.latent_output_norm = RmsNorm(norm, _norm_eps(config))
     if family.moe.norms_outputs:
         name, offset = f"{block}.pre_expert_norm.weight", family.norm_offset
-        eps = number("rms_norm_eps", config.get("rms_norm_eps"), 0.0, 1.0)
-        experts.latent_norm = RmsNorm(reader.vector(name, latent, offset), eps)
+        experts.latent_norm = RmsNorm(reader.vector(name, latent, offset), _norm_eps(config))
         name = f"{block}.experts.post_expert_norm.weight"
         routed.output_factors = reader.vector(name, latent, offset)
     if size:
@@ -126,6 +128,10 @@ def read_experts(
             gate = reader.matrix(f"{name}_gate", (1, hidden), keep_format=True)
             experts.shared_gate = gate
     return experts
+
+
+def _norm_eps(config: Config) -> float:
+    return number("rms_norm_eps", config.get("rms_norm_eps"), 0.0, 1.0)
 
 
 def _token_experts(reader: TensorReader, config: Config, router: str, count: int) -> np.ndarray:

@@ -231,6 +231,8 @@ class Family:
         has_shared_key: Whether the heads of attention share one key, see `SharedKeySpec`. The
             config's `entry_kinds` has the kind of each layer.
         has_hyper_connections: Whether sublayers have hyper-connections, see `models/hyper.py`.
+        has_residual_blocks: Whether sublayers read sums over blocks of layers, see
+            `models/block_residuals.py`.
         has_limited_swiglu: Whether the activation is a `LimitedSwiglu`.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
@@ -327,6 +329,7 @@ class Family:
     context_limit: str | None = None
     has_shared_key: bool = False
     has_hyper_connections: bool = False
+    has_residual_blocks: bool = False
     has_limited_swiglu: bool = False
     query_rank: str | None = None
     has_value_norm: bool = False

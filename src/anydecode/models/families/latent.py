@@ -70,9 +70,10 @@ def read_latent(
     size = hidden, heads * latent.value_dim
     output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
     weights.output = reader.linear(output, size, has_bias)
-    if spec.attention_gate is not None and spec.gates_heads:
+    if spec.attention_gate is not None and weights.attention_gate is None:
         gate = reader.first(f"{name}.{part}_proj" for part in ("g", "gate"))
-        weights.attention_gate = reader.linear(gate, (heads, hidden), False)
+        rows = heads if spec.gates_heads else heads * latent.value_dim
+        weights.attention_gate = reader.linear(gate, (rows, hidden), False)
     if spec.indexer is not None:
         weights.indexer = _read_weighted_indexer(reader, spec, spec.indexer, name, hidden)
 

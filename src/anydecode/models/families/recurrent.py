@@ -462,12 +462,14 @@ def _read_kimi_delta(
         queries=queries,
         strengths=linear(f"{name}.b_proj", (heads, hidden)),
     )
-    if reader.has(f"{forget}.f_proj.weight"):  # Ling
+    if reader.has(f"{name}.g_proj.weight"):  # Ling and Kimi K3
         weights.gate = linear(f"{name}.g_proj", (size, hidden))
-        weights.gates = linear(f"{forget}.f_proj", (size, hidden))
     else:
         weights.gate = linear(f"{name}.g_b_proj", (size, dim))
         weights.gate_down = linear(f"{name}.g_a_proj", (dim, hidden))
+    if reader.has(f"{forget}.f_proj.weight"):  # Ling
+        weights.gates = linear(f"{forget}.f_proj", (size, hidden))
+    else:
         weights.gates = linear(f"{forget}.f_b_proj", (size, dim))
         weights.step_down = linear(f"{forget}.f_a_proj", (dim, hidden))
     return weights
@@ -502,7 +504,7 @@ def _limited_delta_spec(config: Config) -> RecurrentSpec:
     return replace(spec, shape=replace(spec.shape, min_exponent=low))
 
 
-#: Ling 3 and GLM-5.3: that of Kimi Linear with a limit of the decay.
+#: Ling 3, GLM-5.3 and Kimi K3: that of Kimi Linear with a limit of the decay.
 LIMITED_DELTA = RecurrentLayout(_limited_delta_spec, _read_kimi_delta)
 
 

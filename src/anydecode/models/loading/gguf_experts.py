@@ -7,7 +7,7 @@ from typing import Any
 from anydecode.errors import CheckpointError
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import rotary_share
-from anydecode.models.limits import MAX_EXPERTS, number, refusal
+from anydecode.models.limits import MAX_EXPERTS, MAX_FACTOR, number, refusal
 from anydecode.models.loading.gguf_dense import phi3
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
@@ -231,6 +231,26 @@ def kimi_linear(keys: Keys, config: dict[str, Any]) -> None:
     _latent(keys, config, first=types.index("full_attention") if "full_attention" in types else 0)
     experts_beside_shared(keys, config)
     _groups(keys, config)
+
+
+def kimi_k3(keys: Keys, config: dict[str, Any]) -> None:
+    """Kimi K3: Kimi Linear with sums of blocks of layers, and gates and projections, which a file
+    has by its tensors. A limit of the MLPs' inputs that is not above 0 is none."""
+    kimi_linear(keys, config)
+    tensors, key = keys.file.tensors, "activation.situ_linear_beta"
+    limit = number(keys.name(key), keys.get(key), -MAX_FACTOR)
+    config |= {
+        "hidden_act": "situ",
+        "activation_situ_beta": keys.number("activation.situ_beta"),
+        "activation_situ_linear_beta": limit if limit > 0 else None,
+        "attn_res_block_size": keys.count("attn_res.block_size"),
+        "kda_lower_bound": keys.get("kda.gate_lower_bound", None),
+        "mla_use_output_gate": any(name.endswith(".attn_gate.weight") for name in tensors),
+        "latent_moe_use_norm": any(name.endswith(".ffn_routed_norm.weight") for name in tensors),
+    }
+    if keys.get("expert_latent_length", None) is not None:
+        config["moe_latent_size"] = keys.count("expert_latent_length")
+    _derive(config)
 
 
 def bailing_hybrid(keys: Keys, config: dict[str, Any]) -> None:

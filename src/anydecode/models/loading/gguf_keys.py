@@ -90,6 +90,7 @@ ARCHITECTURES = {
     "mimo2": ("mimo_v2_flash", "MiMoV2FlashForCausalLM"),
     "bailingmoe3": ("bailing_hybrid", "BailingMoeV3ForCausalLM"),
     "kimi-linear": ("kimi_linear", "KimiLinearForCausalLM"),
+    "kimi-k3": ("kimi_k3", "KimiK3ForConditionalGeneration"),
     "openelm": ("openelm", "OpenELMForCausalLM"),
     "deci": ("nemotron-nas", "DeciLMForCausalLM"),
     "hunyuan-moe": ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),

@@ -21,6 +21,7 @@ OWN_OUTER = {
         ),
         {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
     ),
+    "kimi-k3": {"output_res_score": "model.output_attn_res_score"},
     "diffusion-gemma": {
         "self_cond_pre_norm": "model.self_conditioning.pre_norm",
         **{
@@ -353,6 +354,18 @@ OVERRIDES = {
         **_shared("shared_experts"),
         **_LOW_RANK_DELTA,
     },
+    "kimi-k3": {
+        **_LATENT,
+        **_shared("shared_experts"),
+        **_KIMI_DELTA,
+        **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g")},
+        "attn_gate": "self_attn.g_proj",
+        "attn_res_score": "self_attention_res_score",
+        "ffn_res_score": "mlp_res_score",
+        "ffn_routed_down": "mlp.fc1_latent_proj",
+        "ffn_routed_up": "mlp.fc2_latent_proj",
+        "ffn_routed_norm": "mlp.routed_expert_norm",
+    },
     "glm5-next": {
         **_LATENT,
         **_shared("shared_experts"),
@@ -401,7 +414,7 @@ EXPERTS = {
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             "minimax-01",
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
-            *("hy_v3", "mellum", "mimo2", "kimi-linear", "bailingmoe3", "glm5-next"),
+            *("hy_v3", "mellum", "mimo2", "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
             *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple"),
         ),
         _MLP_EXPERTS,
@@ -409,7 +422,7 @@ EXPERTS = {
 }
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
-    (*_DEEPSEEK, "kimi-linear", "bailingmoe3", "glm5-next"),
+    (*_DEEPSEEK, "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
     {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
 )
 #: Vectors whose Hugging Face names have no suffix.
@@ -462,7 +475,7 @@ OWN_VECTORS = {
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
-    **dict.fromkeys(("kimi-linear", "bailingmoe3"), _KIMI_VECTORS),
+    **dict.fromkeys(("kimi-linear", "kimi-k3", "bailingmoe3"), _KIMI_VECTORS),
     "deepseek4": {
         "attn_compressor_ape.weight": "self_attn.compressor.position_bias",
         "indexer_compressor_ape.weight": "self_attn.compressor.indexer.position_bias",

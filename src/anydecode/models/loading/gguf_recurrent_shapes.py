@@ -186,8 +186,10 @@ def _kimi_delta(config: Config) -> Iterator[Expected]:
     for part in "qkv":
         yield f"{name}.{part}_proj.weight", (size, hidden), True
         yield f"{name}.{part}_conv1d.weight", (size, 1, config["linear_conv_kernel_dim"]), True
+    # Those of full rank, in place of two matrices each.
+    whole = {"bailing_hybrid": "fg", "kimi_k3": "g"}.get(config["model_type"], "")
     for part in "fg":
-        if config["model_type"] == "bailing_hybrid":
+        if part in whole:
             yield f"{name}.{part}_proj.weight", (size, hidden), True
             continue
         yield f"{name}.{part}_a_proj.weight", (dim, hidden), True

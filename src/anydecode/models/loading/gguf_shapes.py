@@ -47,6 +47,8 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias") if family.has_norm_bias else ("weight",):
             yield f"model.{name}.{leaf}", (hidden,), True
+    if family.has_residual_blocks:
+        yield "model.output_attn_res_score.weight", (hidden,), True
     if family.has_states:
         yield "model.z_L_init", (hidden,), True
     if family.has_segments:
@@ -110,6 +112,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
                 parts = _hyper_shapes(config, (count, count, count * count))
                 for leaf, shape in parts.items():
                     yield f"{start}{part}_hc.{leaf}", shape, True
+        for part in ("self_attention", "mlp") if family.has_residual_blocks else ():
+            yield f"{start}{part}_res_score.weight", (hidden,), True
+        if config.get("latent_moe_use_norm") and is_expert_layer(config, layer):
+            yield f"{start}mlp.routed_expert_norm.weight", (config["moe_latent_size"],), True
         if config.get("has_block_keys") and "self_attn.indexer.wk" in matrices:
             dim, size = config["index_head_dim"], config["index_block_size"]
             for leaf, shape in (("gate", (dim, hidden)), ("ape", (size, dim))):
@@ -307,8 +313,9 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
             "self_attn.q_b_proj": (query, inner),
         }
         norms["self_attn.q_a_layernorm"] = inner
-    if FAMILIES[config["model_type"]].attention_gate:
-        matrices["self_attn.g_proj"] = (heads, hidden)
+    family = FAMILIES[config["model_type"]]
+    if family.attention_gate and config.get("use_attention_gate", True):
+        matrices["self_attn.g_proj"] = (heads * (1 if family.gates_heads else value), hidden)
     if config["has_stacked_heads"]:
         for head in range(heads):
             matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)
