@@ -245,6 +245,30 @@ def test_an_address_in_use_is_an_error_before_a_model_is_loaded(
     assert "cannot listen on nowhere.invalid:8000: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--decoder", "nonsense"],
+        ["generate", "x", "--decoder", "prompt-lookup:sise=3"],
+        ["generate", "x", "--sampler", "nonsense"],
+        ["chat", "x", "--decoder", "nonsense"],
+        ["serve", "tiny-autoregressive", "--port", "0", "--decoder", "nonsense"],
+        ["serve", "tiny-autoregressive", "--port", "0", "--allow-decoder", "nonsense"],
+    ],
+)
+def test_a_wrong_method_is_an_error_before_a_model_is_loaded(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(*given: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(options, "load", load)
+    monkeypatch.setattr("anydecode.api.llm.LLM", load)
+    assert invoke(*arguments) == main.USAGE_ERROR
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ("nonsense" in error or "sise" in error)
+
+
 def test_prompt_is_read_from_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,6 +419,10 @@ def test_doctor_reports_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--temperature", "-1"], "temperature"),
         (["generate", "x", "--decoder", "nonsense"], "nonsense"),
         (["generate", "x" * 5000], "context"),
+        (
+            ["generate", "x", "--schema", "nowhere.json"],
+            "cannot read the schema nowhere.json: No such file or directory",
+        ),
         (["methods", "--family", "nonsense"], "no family"),
         (["certify", "nonsense"], "nonsense"),
         (["bench", "baselines", "--engines", "nonsense"], "unknown engines nonsense"),

@@ -374,7 +374,8 @@ def test_one_gguf_of_a_repo_is_selected(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+    import httpx
+    import huggingface_hub.errors
 
     def api(error: Exception) -> type:
         def model_info(*_: Any, **__: Any) -> None:
@@ -385,6 +386,10 @@ def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [
         (OSError(errno.ENOSPC, "full"), "disk is full"),
         (ConnectionError("a\nb"), "could not be fetched from the Hugging Face hub: a b"),
+        (
+            httpx.ConnectError("Name or service not known"),
+            "the Hugging Face hub cannot be reached; owner/name was not fetched: Name or service",
+        ),
         (huggingface_hub.errors.OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE is set"),
     ]
     for error, message in cases:

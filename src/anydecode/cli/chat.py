@@ -64,6 +64,7 @@ def chat(
         message = "-"
     if message is not None:
         message = options.read_text(message, "prompt")
+    options.check_methods([decoder], sampler or ())
     llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
     options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(

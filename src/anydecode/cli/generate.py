@@ -110,6 +110,7 @@ def generate(
         from anydecode.constraints.languages import Regex
 
         request_constraint = Regex(regex)
+    options.check_methods([decoder], sampler or ())
     llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block, split)
     options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(
@@ -151,7 +152,9 @@ def read_schema(file: Path) -> Constraint:
     try:
         return JsonSchema(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeError) as error:
-        raise InvalidRequestError(f"cannot read the schema: {error}") from None
+        raise InvalidRequestError(
+            f"cannot read the schema {file}: {options.os_reason(error)}"
+        ) from None
 
 
 def read_grammar(file: Path) -> Constraint:
@@ -161,7 +164,9 @@ def read_grammar(file: Path) -> Constraint:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise InvalidRequestError(f"cannot read the grammar: {error}") from None
+        raise InvalidRequestError(
+            f"cannot read the grammar {file}: {options.os_reason(error)}"
+        ) from None
     return Grammar(text, syntax="gbnf" if file.suffix == ".gbnf" else "lark")
 
 
@@ -172,7 +177,9 @@ def write_trace(generation: Generation, file: Path) -> None:
     try:
         file.write_text(page(generation), encoding="utf-8")
     except OSError as error:
-        raise InvalidRequestError(f"cannot write the trace: {error}") from None
+        raise InvalidRequestError(
+            f"cannot write the trace {file}: {options.os_reason(error)}"
+        ) from None
 
 
 def stream(chunks: Iterable[StreamChunk]) -> Generation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,6 +194,27 @@ def load(
             split=split,
         )
         return LLM(model, **arguments)
+
+
+def check_methods(decoders: Iterable[str | None], samplers: Iterable[str] = ()) -> None:
+    """Check the methods that options name before a model is loaded, which may take long.
+
+    Raises:
+        InvalidRequestError: There is none of such a name, or a parameter is wrong.
+    """
+    from anydecode.api.methods import build_as, build_decoder
+    from anydecode.sampling.preset import SamplerPreset
+
+    for decoder in decoders:
+        if decoder is not None:
+            build_decoder(decoder)
+    for sampler in samplers:
+        build_as(sampler, SamplerPreset)
+
+
+def os_reason(error: OSError | UnicodeError) -> str:
+    """Why a file cannot be read or written, without the number of the error."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def note_unused_draft(llm: LLM, decoder: str | None, draft: str | list[str] | None) -> None:

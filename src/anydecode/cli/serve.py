@@ -362,6 +362,7 @@ def serve(
 
     keys = api_keys(api_key, os.environ.get("ANYDECODE_API_KEYS"), host, no_auth)
     check_address(host, port)
+    options.check_methods([decoder, *(allow_decoder or ())])
     entries = [
         named_model(entry)
         for entry in models or [os.environ.get("ANYDECODE_MODEL") or options.DEFAULT_MODEL]

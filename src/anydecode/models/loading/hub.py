@@ -168,6 +168,8 @@ def _progress_class(progress: Progress | None, total: int) -> type:
 
 
 def _fetch_error(hub: Any, repo: str, error: Exception) -> AnydecodeError:
+    import httpx
+
     errors = hub.errors
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return AnydecodeError(f"the disk is full; {repo} was not fetched")
@@ -178,4 +180,8 @@ def _fetch_error(hub: Any, repo: str, error: Exception) -> AnydecodeError:
     if isinstance(error, errors.RepositoryNotFoundError):
         return ModelNotFoundError(f"the Hugging Face hub has no model {repo} that you may read")
     reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, httpx.TransportError):
+        return AnydecodeError(
+            f"the Hugging Face hub cannot be reached; {repo} was not fetched: {reason}"
+        )
     return AnydecodeError(f"{repo} could not be fetched from the Hugging Face hub: {reason}")
