@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anydecode.kernels.formats import BLOCKS
+from anydecode.kernels.formats import BITSANDBYTES_VALUES, BLOCKS
 
 #: Where the blocks of a format have float16 scales, if not at byte 0 alone.
 _HALVES = {
@@ -21,7 +21,8 @@ _HALVES = {
 
 
 def set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
-    """Replace the float16 scales of blocks uint8 `[..., bytes]`; MXFP4 and NVFP4 have none.
+    """Replace the scales of blocks uint8 `[..., bytes]`: float16, or in NF4 and FP4 float32. Those
+    of MXFP4 and NVFP4, which are others, stay.
 
     Args:
         format: The format.
@@ -29,6 +30,9 @@ def set_scales(format: str, blocks: np.ndarray, scales: np.ndarray) -> None:
         scales: `[...]`.
     """
     assert blocks.shape[-1] == BLOCKS[format][1]
+    if format in BITSANDBYTES_VALUES:
+        blocks[..., :4] = scales.astype(np.float32)[..., None].view(np.uint8)
+        return
     halves = scales.astype(np.float16)[..., None].view(np.uint8)
     if format == "IQ1_M":  # in the upper quarters of four words
         blocks[..., 49:56:2] &= 15

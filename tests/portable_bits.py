@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ STORED = {
     "int8": ("int8", "int8"),
     "int4": ("int4", "int4"),
 }
+#: Formats of the matrices of products.
+PRODUCTS = {"products": FORMATS, "products of bitsandbytes": tuple(formats.BITSANDBYTES_VALUES)}
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _YARN = {
     "rope_type": "yarn",
@@ -161,13 +163,13 @@ def _transformers_checkpoint(name: str) -> Checkpoint:
     return checkpoint_of(hf_model(prefix, **settings))
 
 
-def products() -> str:
-    """The digest of products with a matrix in every format."""
+def products(names: Iterable[str]) -> str:
+    """The digest of products with a matrix in each format."""
     library = load_library()
     assert library is not None
     digest, packer, x = Digest(), Packer(library, 1), numbers((5, 512), 1)
     out, scratch = np.empty((5, 24), np.float32), np.empty(2 * x.size + 64, np.uint8)
-    for seed, format in enumerate(FORMATS):
+    for seed, format in enumerate(names):
         if formats.is_packed(format):
             # No scale is infinite.
             data = words((24, formats.row_bytes(format, 512)), seed).astype(np.uint8) & 0xBB
@@ -228,7 +230,7 @@ def _states(
 def all_digests() -> dict[str, str]:
     """Every digest by name."""
     found = {f"text in {stored}": texts(stored) for stored in STORED}
-    found |= {"products": products(), "samples": samples()}
+    found |= {name: products(PRODUCTS[name]) for name in PRODUCTS} | {"samples": samples()}
     return found | {name: family(name) for name in ("RWKV-7", *FAMILIES)}
 
 

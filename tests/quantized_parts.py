@@ -17,7 +17,7 @@ from ml_dtypes import bfloat16, float4_e2m1fn, float8_e4m3fn
 Parts = tuple[dict[str, np.ndarray], np.ndarray]
 
 NF4 = (
-    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0,
+    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
 FP4 = (
@@ -31,30 +31,37 @@ def _bytes(text: str) -> np.ndarray:
 
 
 def bitsandbytes_four_bits(
-    matrix: np.ndarray, kind: str = "nf4", is_nested: bool = False, dtype: str = "bfloat16"
+    matrix: np.ndarray,
+    kind: str = "nf4",
+    is_nested: bool = False,
+    dtype: str = "bfloat16",
+    run: int = 64,
 ) -> Parts:
+    """The numbers are those in float32; bitsandbytes rounds them to `dtype`. Runs of `run` numbers
+    go on from row to row, and the last one may be shorter."""
     table = np.array(NF4 if kind == "nf4" else FP4, np.float32)
-    runs = matrix.reshape(-1, 64)
+    padded = np.zeros(-(-matrix.size // run) * run, np.float32)
+    padded[: matrix.size] = matrix.ravel()
+    runs = padded.reshape(-1, run)
     scales = np.abs(runs).max(1)
-    state = {"quant_type": kind, "blocksize": 64, "dtype": dtype, "shape": list(matrix.shape)}
+    state = {"quant_type": kind, "blocksize": run, "dtype": dtype, "shape": list(matrix.shape)}
     parts = {"weight.absmax": scales, "weight.quant_map": table}
     if is_nested:
         offset = float(scales.mean())
         nested = np.linspace(-1, 1, 256, dtype=np.float32)
         count = -(-len(scales) // 256)
-        factors = np.full(count, np.abs(scales - offset).max(), np.float32)
+        factors = np.full(count, np.abs(scales - offset).max() or 1.0, np.float32)
         codes = np.abs((scales - offset) / factors[0] - nested[:, None]).argmin(0).astype(np.uint8)
         scales = nested[codes] * factors[0] + np.float32(offset)
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
         parts["weight.absmax"] = codes
         parts |= {"weight.nested_quant_map": nested, "weight.nested_absmax": factors}
     codes = np.abs((runs / scales[:, None])[..., None] - table).argmin(-1).astype(np.uint8)
-    pairs = codes.reshape(-1, 2)
+    pairs = codes.reshape(-1, 2)[: -(-matrix.size // 2)]
     parts["weight"] = (pairs[:, :1] << 4 | pairs[:, 1:]).astype(np.uint8)
     parts[f"weight.quant_state.bitsandbytes__{kind}"] = _bytes(json.dumps(state))
-    values = (table[codes] * scales[:, None]).reshape(matrix.shape)
-    rounded = {"bfloat16": bfloat16, "float16": np.float16, "float32": np.float32}[dtype]
-    return parts, values.astype(rounded).astype(np.float32)
+    values = (table[codes] * scales[:, None]).ravel()[: matrix.size]
+    return parts, values.reshape(matrix.shape)
 
 
 def bitsandbytes_int8(matrix: np.ndarray) -> Parts:
@@ -344,13 +351,17 @@ EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 F32 = {"dtype": np.float32}
 
 CASES = {
-    "bitsandbytes nf4": Case(bitsandbytes_four_bits, {}, BITSANDBYTES, "BF16"),
+    "bitsandbytes nf4": Case(bitsandbytes_four_bits, {}, BITSANDBYTES, "NF4"),
     "bitsandbytes nf4 nested": Case(
-        bitsandbytes_four_bits, {"is_nested": True, "dtype": "float16"}, BITSANDBYTES, "F16"
+        bitsandbytes_four_bits, {"is_nested": True, "dtype": "float16"}, BITSANDBYTES, "NF4"
     ),
     "bitsandbytes fp4": Case(
-        bitsandbytes_four_bits, {"kind": "fp4", "dtype": "float32"}, BITSANDBYTES, "F32"
+        bitsandbytes_four_bits, {"kind": "fp4", "dtype": "float32"}, BITSANDBYTES, "FP4"
     ),
+    "bitsandbytes fp4, runs of 4096": Case(
+        bitsandbytes_four_bits, {"kind": "fp4", "run": 4096}, BITSANDBYTES, "FP4"
+    ),
+    "bitsandbytes nf4, runs of 32": Case(bitsandbytes_four_bits, {"run": 32}, BITSANDBYTES, "BF16"),
     "bitsandbytes int8": Case(bitsandbytes_int8, {}, EIGHT, "Q8_0"),
     "hqq 8 bits": Case(hqq, {"bits": 8}, HQQ, "F16"),
     "hqq 4 bits": Case(hqq, {"bits": 4}, HQQ, "Q4_1"),

@@ -32,6 +32,7 @@ DIGESTS = {
     "text in int8": "aac26f9532ac0fc4",
     "text in int4": "53b5151e824cde1d",
     "products": "0ee47b85299671cf",
+    "products of bitsandbytes": "b1318a382daf4afc",
     "samples": "06a7e9f04153493a",
     "RWKV-7": "94223c6267220aec",
     "soft caps": "766892d5ebff0a66",
@@ -63,7 +64,8 @@ def test_sampled_texts_have_the_stored_digest(variant: str, stored: str) -> None
 
 
 def test_products_and_samples_have_the_stored_digest(variant: str) -> None:
-    assert portable_bits.products() == DIGESTS["products"]
+    for name, formats in portable_bits.PRODUCTS.items():
+        assert portable_bits.products(formats) == DIGESTS[name]
     assert portable_bits.samples() == DIGESTS["samples"]
 
 

@@ -2,7 +2,8 @@
 
 The byte layouts are those of GGUF: a row consists of blocks, each with its codes and scales. The
 arithmetic follows the order of operations of the `gguf` package, so that float32 results are
-bit-equal.
+bit-equal. A block of NF4 or FP4 is a scale in float32 and two times 32 codes in the order of GGUF's
+Q4_0; the arithmetic is that of bitsandbytes in float32.
 """
 
 from __future__ import annotations
@@ -48,11 +49,29 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "IQ2_S": (256, 82),
     "IQ3_XXS": (256, 98),
     "IQ3_S": (256, 110),
+    "NF4": (64, 36),
+    "FP4": (64, 36),
 }
 
 #: The values of the codes of IQ4_NL and IQ4_XS, and those of MXFP4 and NVFP4 times two.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+#: The numbers of the codes of NF4 and FP4, float32: those of bitsandbytes (Dettmers et al., 2023,
+#: arXiv:2305.14314).
+BITSANDBYTES_VALUES = {
+    "NF4": np.array(
+        [
+            -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
+            0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
+        ],
+        np.float32,
+    ),
+    "FP4": np.array(
+        [0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48], np.float32
+    )
+    / np.float32(192),
+}  # fmt: skip
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
@@ -325,6 +344,12 @@ def _nvfp4(blocks: np.ndarray) -> np.ndarray:
     return e4m3(blocks[:, :4])[..., None] * _looked_up(MXFP4_VALUES, codes)
 
 
+def _bitsandbytes(format: str, blocks: np.ndarray) -> np.ndarray:
+    codes = nibbles(blocks[:, 4:].reshape(-1, 2, 16)).reshape(-1, 64)
+    scale = np.ascontiguousarray(blocks[:, :4]).view(np.float32)
+    return scale * BITSANDBYTES_VALUES[format][codes]
+
+
 def e4m3(stored: np.ndarray) -> np.ndarray:
     """Half the numbers of 4 exponent and 3 mantissa bits (E4M3, bias 7), without their signs.
 
@@ -423,6 +448,7 @@ _DEQUANTIZERS: dict[str, _Blockwise] = {
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     **{format: partial(_gridded, format) for format in GRID_FORMATS},
+    **{format: partial(_bitsandbytes, format) for format in BITSANDBYTES_VALUES},
 }
 
 _QUANTIZERS: dict[str, _Blockwise] = {

@@ -25,8 +25,8 @@ FORMATS = (
     "NVFP4", "TQ1_0", "TQ2_0",
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 )  # fmt: skip
-#: Weight formats that GGUF does not have.
-OWN_FORMATS = ("PTQ161",)
+#: Weight formats that GGUF does not have: PTQ161, and those of bitsandbytes, in similar blocks.
+OWN_FORMATS = ("PTQ161", "NF4", "FP4")
 
 #: Attention sums keys in blocks of this many consecutive positions, counted from position 0.
 KEY_BLOCK = 32

@@ -18,8 +18,8 @@ from anydecode.errors import (
     MissingPackageError,
     UnsupportedCombinationError,
 )
+from anydecode.kernels import ptq161
 from anydecode.kernels.host import has_torch
-from anydecode.kernels.interface import OWN_FORMATS
 from anydecode.kernels.native import NativeExecutor, thread_count
 from anydecode.kernels.packing import Packer
 from anydecode.models import (
@@ -167,7 +167,7 @@ def _triton_executor(
                 "recurrent layers run on the CPU only; use device='cpu'"
             )
         missing = ""
-        if any(weight.format in OWN_FORMATS for weight in network.matrices()):
+        if any(weight.format == ptq161.FORMAT for weight in network.matrices()):
             missing = "PTQ161"
         elif any(layer.has_sinks for layer in network.spec.layers):
             missing = "attention sinks (gpt-oss)"

@@ -138,7 +138,8 @@ def case_step(case: Case, values: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["bitsandbytes nf4", "hqq 8 bits", "packed int8, zero points", "fp8, blocks"]
+    "name",
+    ["bitsandbytes nf4, runs of 32", "hqq 8 bits", "packed int8, zero points", "fp8, blocks"],
 )
 def test_plain_numbers_are_the_bits_of_the_tools(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -210,6 +211,22 @@ def test_the_kernels_of_cuda_read_inputs_of_another_order_as_float16(tmp_path: P
     assert np.array_equal(packed.codes.numpy(), dequantize(weight).astype(np.float16))
 
 
+def test_the_kernels_of_cuda_read_numbers_of_bitsandbytes_as_bfloat16(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from anydecode.kernels.cuda.packing import pack
+
+    case = CASES["bitsandbytes nf4"]
+    matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
+    parts, values = case.write(matrix)
+    tensors = {f"x.{name}": part for name, part in parts.items()}
+    folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
+    weight = load_checkpoint(folder).tensors["x.weight"]
+    assert isinstance(weight, Weight) and weight.format == "NF4"
+    packed = pack([weight], torch.device("cpu"))
+    assert packed.takes_bfloat16
+    assert np.array_equal(packed.codes.float().numpy(), values.astype(bfloat16).astype(np.float32))
+
+
 @pytest.mark.parametrize("place", ["text_config", "compression_config"])
 def test_settings_may_stand_in_other_places(place: str, tmp_path: Path) -> None:
     case = CASES["packed int4"]
@@ -270,7 +287,27 @@ def text(content: str) -> np.ndarray:
     [
         ("bitsandbytes nf4", {"weight": np.zeros((3, 1), np.uint8)}, "do not fit together"),
         ("bitsandbytes nf4", {"weight.absmax": np.zeros(3, np.float32)}, "do not fit together"),
-        ("bitsandbytes nf4", {"weight.quant_map": np.zeros(8, np.float32)}, "do not fit together"),
+        ("bitsandbytes nf4", {"weight.quant_map": np.zeros(8, np.float32)}, "not the table of NF4"),
+        (
+            "bitsandbytes nf4",
+            {"weight.quant_map": np.array(quantized_parts.FP4, np.float32)},
+            "the quant_map of 'x' is not the table of NF4",
+        ),
+        (
+            "bitsandbytes nf4",
+            {"weight.absmax": np.full(8, np.nan, np.float32)},
+            "a scale of 'x' is not finite",
+        ),
+        (
+            "bitsandbytes nf4",
+            {"weight.absmax": np.ones(8, np.uint8)},
+            "without nested_quant_map, nested_absmax, nested_blocksize, nested_offset; allowed",
+        ),
+        (
+            "bitsandbytes nf4",
+            {STATE: text('{"shape": [4, 128], "blocksize": 96}')},
+            "the blocksize of 'x' is 96; allowed are 32, 64, 128, .*, 4096",
+        ),
         ("bitsandbytes nf4", {STATE: text("{")}, "is not valid JSON"),
         ("bitsandbytes nf4", {STATE: text("[]")}, "is no JSON object"),
         ("bitsandbytes nf4", {STATE: text('{"shape": [4]}')}, "the shape of 'x' is"),

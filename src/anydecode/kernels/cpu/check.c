@@ -12,7 +12,7 @@ static const int stored_row_bytes[NUM_FORMATS] = {
     [Q5_0] = 176, [Q5_1] = 192, [Q2_K] = 84, [Q3_K] = 110, [Q4_K] = 144, [Q5_K] = 176,
     [Q6_K] = 210, [IQ4_NL] = 144, [IQ4_XS] = 136, [MXFP4] = 136, [NVFP4] = 144, [TQ1_0] = 54,
     [TQ2_0] = 66, [IQ1_S] = 50, [IQ1_M] = 56, [IQ2_XXS] = 66, [IQ2_XS] = 74, [IQ2_S] = 82,
-    [IQ3_XXS] = 98, [IQ3_S] = 110, [PTQ161] = 60};
+    [IQ3_XXS] = 98, [IQ3_S] = 110, [PTQ161] = 60, [NF4] = 144, [FP4] = 144};
 
 static uint32_t next_random(uint32_t *state) {
   *state = *state * 1664525u + 1013904223u;

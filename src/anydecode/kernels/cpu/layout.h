@@ -21,7 +21,7 @@ enum { GROUP = 2 * LANES }; /* output columns of a matrix that are stored togeth
 enum Format {
   F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1,
   Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, TQ1_0, TQ2_0,
-  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, PTQ161, NUM_FORMATS
+  IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, PTQ161, NF4, FP4, NUM_FORMATS
 };
 
 enum Code {
@@ -365,30 +365,37 @@ INLINE int is_ternary(int format) { return format == TQ1_0 || format == TQ2_0; }
 INLINE int is_two_bit(int format) {
   return format == Q2_K || format == Q3_K || is_ternary(format);
 }
+/* Whether codes are indices into a table of 16 values of two bytes each. */
+INLINE int has_wide_table(int format) { return format == NF4 || format == FP4; }
 /* Whether codes are indices into a table of 16 values. */
 INLINE int has_table(int format) {
   return format == IQ4_NL || format == IQ4_XS || format == MXFP4 || format == NVFP4 ||
-         format == IQ3_S;
+         format == IQ3_S || has_wide_table(format);
 }
 /* Whether products multiply signed bytes: numbers that are too large for sums of 16 bits. */
 INLINE int has_bytes(int format) {
-  return format == Q8_0 || format == IQ4_NL || format == IQ4_XS || has_grid(format);
+  return format == Q8_0 || format == IQ4_NL || format == IQ4_XS || has_grid(format) ||
+         has_wide_table(format);
 }
 /* Whether the blocks of a super-block have a scale of one signed byte each. */
 INLINE int has_byte_scale(int format) { return format == IQ4_XS || format == IQ3_S; }
 INLINE int is_super(int format) {
   return format == Q2_K || format == Q3_K || format == Q4_K || format == Q5_K || format == Q6_K ||
-         has_byte_scale(format) || is_ternary(format) || has_grid(format);
+         has_byte_scale(format) || is_ternary(format) || has_grid(format) ||
+         has_wide_table(format);
 }
+/* Blocks of a super-block. */
+INLINE int super_blocks(int format) { return has_wide_table(format) ? 2 : 8; }
 INLINE int is_float(int format) { return format == F32 || format == F16 || format == BF16; }
 /* Whether products read rows of floats, not of quantised blocks. */
 INLINE int reads_floats(int format) { return is_float(format) || format == PTQ161; }
 INLINE int is_five_bit(int format) { return format == Q5_0 || format == Q5_1 || format == Q5_K; }
 
-/* Bytes of the scales of a block or super-block: float16, but MXFP4 has exponents of one byte, and
- * NVFP4 numbers of one byte for each half. */
+/* Bytes of the scales of a block or super-block: float16, but MXFP4 has exponents of one byte,
+ * NVFP4 numbers of one byte for each half, and NF4 and FP4 have float32. */
 INLINE int header_bytes(int format) {
   if (format == MXFP4) return GROUP;
+  if (has_wide_table(format)) return 4 * GROUP;
   return (has_min(format) ? 4 : 2) * GROUP;
 }
 
@@ -408,6 +415,8 @@ INLINE int block_bytes(int format) {
     case NVFP4: return 288;
     case TQ1_0:
     case TQ2_0: return 128;
+    case NF4:
+    case FP4: return 256;
     case IQ1_S: return 96;
     case IQ1_M: return 112;
     case IQ2_XXS: return 144;
@@ -433,7 +442,7 @@ INLINE int64_t packed_group_bytes(int format, int in_features) {
   if (is_float(format)) return (int64_t)in_features * GROUP * (format == F32 ? 4 : 2);
   int64_t blocks = in_features / QUANT_BLOCK;
   int64_t bytes = blocks * block_bytes(format);
-  return is_super(format) ? bytes + blocks / 8 * header_bytes(format) : bytes;
+  return is_super(format) ? bytes + blocks / super_blocks(format) * header_bytes(format) : bytes;
 }
 
 /* Bytes of one head's key or value in the cache: plain numbers, or GGUF's Q8_0 or Q4_1 blocks. */

@@ -28,7 +28,7 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *p, const Activation
     int step[2] = {has_halves(format) ? 2 * j : j, has_halves(format) ? 2 * j + 1 : j + 4};
     b32x2 w[2];
 #pragma GCC unroll 2
-    for (int t = 0; t < 2; t++) w[t] = pin_byte_pair(unpack_step(format, p, step[t]));
+    for (int t = 0; t < 2; t++) w[t] = pin_byte_pair(unpack_step(format, 0, p, step[t]));
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
 #pragma GCC unroll 2
@@ -44,18 +44,24 @@ INLINE void nibble_sums(int format, int rows, const uint8_t *p, const Activation
   }
 }
 
-/* The same of a format whose codes are bytes, or select them. */
+/* The same of a format whose codes are bytes, or select them. Where they select two, the sum of the
+ * first ones is multiplied by 256 before the second ones are added. */
 INLINE void byte_sums(int format, int rows, const uint8_t *p, const Activations *const *a, int b,
                       i8x2 *sum) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    b32x2 codes = format == Q8_0 ? load_codes(format, p, 0, i) : unpack_step(format, p, i);
+  int parts = has_wide_table(format) ? 2 : 1;
+#pragma GCC unroll 16
+  for (int t = 0; t < 8 * parts; t++) {
+    int i = t % 8, part = t / 8;
+    b32x2 codes = format == Q8_0 ? load_codes(format, p, 0, i) : unpack_step(format, part, p, i);
     byte_pair w = byte_pair_weights(codes);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
       quad_pair x = quad_pair_load(a[r][b].q + 4 * i);
-      sum[r] = pin_pair(add_byte_pair_dot(
-          i ? sum[r] : initial_byte_pair_sum(covered_sum(format, 0, a[r] + b)), w, x));
+      if (i == 0) {
+        i8x2 initial = initial_byte_pair_sum(covered_sum(format, 0, a[r] + b));
+        sum[r] = part ? i8x2_add(i8x2_left(sum[r], 8), initial) : initial;
+      }
+      sum[r] = pin_pair(add_byte_pair_dot(sum[r], w, x));
     }
   }
 }
@@ -121,9 +127,8 @@ INLINE void quant_tile(int format, int rows, const uint8_t *p, const uint8_t *gr
   for (int r = 0; r < rows; r++) a[r] = rows_of[r];
   for (int r = 0; r < rows; r++) total[r] = f8x2_set(0.0f);
   for (int b = 0; b < blocks; b++) {
-    if (is_super(format) && b % 8 == 0) {
-      super = f8x2_load_f16((const uint16_t *)p);
-      if (has_grid(format)) super = f8x2_mul(super, f8x2_set(grid_unit(format)));
+    if (is_super(format) && b % super_blocks(format) == 0) {
+      super = load_super(format, p);
       if (has_min(format)) super_min = f8x2_load_f16((const uint16_t *)p + GROUP);
       if (ahead) prefetch_weights(p + ahead, header_bytes(format));
       p += header_bytes(format);
@@ -266,6 +271,8 @@ COLUMNS(quant, IQ2_XXS, Activations)
 COLUMNS(quant, IQ2_S, Activations)
 COLUMNS(quant, IQ3_XXS, Activations)
 COLUMNS(quant, IQ3_S, Activations)
+COLUMNS(quant, NF4, Activations)
+COLUMNS(quant, FP4, Activations)
 
 typedef void (*Columns)(const Matrix *, const void *, int64_t, int, const float *, float *, int64_t,
                         int, int);
@@ -279,7 +286,7 @@ static const Columns columns_of[NUM_FORMATS] = {
     [TQ2_0] = columns_TQ2_0,   [IQ1_S] = columns_IQ1_S,   [IQ1_M] = columns_IQ1_M,
     [IQ2_XXS] = columns_IQ2_XXS, [IQ2_XS] = columns_IQ2_S, [IQ2_S] = columns_IQ2_S,
     [IQ3_XXS] = columns_IQ3_XXS, [IQ3_S] = columns_IQ3_S,
-    [PTQ161] = columns_PTQ161};
+    [PTQ161] = columns_PTQ161, [NF4] = columns_NF4,       [FP4] = columns_FP4};
 
 /* The range of column groups of share `thread` of `threads`. */
 static void split_groups(const Matrix *w, int thread, int threads, int *first, int *last) {

@@ -15,10 +15,11 @@
  *   IQ4_NL  d[n]     q[256]           IQ4_XS, IQ3_S  d[n], then 8 times  sc[n] q[256]
  *   MXFP4   e[n]     q[256]           NVFP4   s[2][n]  q[256]
  *   TQ1_0, TQ2_0  d[n], then 8 times  q[128]
+ *   NF4, FP4      f[n], then twice    q[256]
  *
- * d and m are float16. Bit i of h[64] is the highest bit of step i; bits 2i and 2i + 1 of h[128] are
- * the two upper bits of step i and, in the second pair of vectors, of step i + 4. Two-bit codes have
- * four steps per pair. sm holds a scale in its low nibble and a minimum in its high one; e is the
+ * d and m are float16, f is float32. Bit i of h[64] is the highest bit of step i; bits 2i and 2i + 1
+ * of h[128] are the two upper bits of step i and, in the second pair of vectors, of step i + 4. Two-bit
+ * codes have four steps per pair. sm holds a scale in its low nibble and a minimum in its high one; e is the
  * biased exponent of the scale, s a scale of 4 exponent and 3 mantissa bits (E4M3). Q8_0 codes are
  * offset by 128. */
 #ifndef ANYDECODE_QUANT_H
@@ -30,7 +31,7 @@
 
 /* Bytes of a block's scales, after which its codes start. */
 INLINE int scales_bytes(int format) {
-  if (is_ternary(format)) return 0;
+  if (is_ternary(format) || has_wide_table(format)) return 0;
   if (has_byte_scale(format)) return GROUP;
   return is_super(format) ? 2 * GROUP : header_bytes(format);
 }
@@ -61,15 +62,27 @@ INLINE int code_offset(int format) {
   }
 }
 
-/* The values of a format's 16 codes. */
-INLINE const uint8_t *code_values(int format) {
+/* The values of a format's 16 codes. Those of NF4 and FP4 are numbers of 16 bits: 256 times what the
+ * first part stands for, plus what the second part does (see `wide_unit`). */
+INLINE const uint8_t *code_values(int format, int part) {
   static const uint8_t iq4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                   129, 141, 153, 166, 181, 197, 217, 241};
   static const uint8_t mxfp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
   static const uint8_t iq3[16] = {16, 18, 20, 22, 24, 26, 28, 30, 14, 12, 10, 8, 6, 4, 2, 0};
+  static const uint8_t nf4[2][16] = {
+      {3, 41, 63, 79, 93, 105, 117, 128, 138, 148, 159, 170, 183, 198, 218, 253},
+      {220, 186, 14, 71, 12, 120, 39, 128, 107, 143, 45, 158, 110, 160, 156, 36}};
+  static const uint8_t fp4[2][16] = {
+      {128, 128, 129, 129, 128, 128, 128, 128, 128, 128, 128, 127, 128, 128, 128, 128},
+      {128, 129, 0, 64, 192, 224, 160, 176, 128, 127, 0, 192, 64, 32, 96, 80}};
+  if (has_wide_table(format)) return format == NF4 ? nf4[part] : fp4[part];
   if (format == IQ3_S) return iq3;
   return format == MXFP4 || format == NVFP4 ? mxfp4 : iq4;
 }
+
+/* What the numbers of `code_values` are multiples of. Those of FP4 are exact; those of NF4 are rounded
+ * by at most 8 millionths, which is the least of all units that two signed bytes allow. */
+INLINE float wide_unit(int format) { return format == NF4 ? 1.0f / 31908.0f : 1.0f / 192.0f; }
 
 /* Bits `from` to `from` + `count` - 1 of each byte, moved to bit `to`. */
 INLINE b32x2 moved_bits(b32x2 x, int from, int count, int to) {
@@ -94,8 +107,9 @@ INLINE b32x2 load_codes(int format, const uint8_t *block, int from, int i) {
   return b32x2_load(block + scales_bytes(format) + from + 64 * i);
 }
 
-/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table. */
-INLINE b32x2 unpack_step(int format, const uint8_t *block, int i) {
+/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table, or a
+ * part of these. */
+INLINE b32x2 unpack_step(int format, int part, const uint8_t *block, int i) {
   if (is_two_bit(format)) {
     b32x2 w = moved_bits(load_codes(format, block, upper_bytes(format), i / 4), i % 4 * 2, 2, 0);
     if (format != Q3_K) return w;
@@ -106,7 +120,15 @@ INLINE b32x2 unpack_step(int format, const uint8_t *block, int i) {
   if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 0, 0), i, 1, 4));
   if (format == Q6_K)
     w = b32x2_or(w, moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 4));
-  return has_table(format) ? b32x2_lookup(code_values(format), w) : w;
+  return has_table(format) ? b32x2_lookup(code_values(format, part), w) : w;
+}
+
+/* The scales of a super-block, with the unit of its codes. */
+INLINE f8x2 load_super(int format, const uint8_t *header) {
+  if (has_wide_table(format))
+    return f8x2_mul(f8x2_load((const float *)header), f8x2_set(wide_unit(format)));
+  f8x2 super = f8x2_load_f16((const uint16_t *)header);
+  return has_grid(format) ? f8x2_mul(super, f8x2_set(grid_unit(format))) : super;
 }
 
 /* Scales and minima of a block, or half a block. */
@@ -122,7 +144,7 @@ INLINE void load_scales(int format, const uint8_t *block, int half, f8x2 super, 
     *min = f8x2_mul(super_min, high);
   } else if (format == NVFP4) {
     *scale = f8x2_load_e4m3(block + GROUP * half);
-  } else if (is_ternary(format)) {
+  } else if (is_ternary(format) || has_wide_table(format)) {
     *scale = super;
   } else if (has_halves(format) || has_byte_scale(format)) {
     *scale = f8x2_mul(super, f8x2_load_s8(block + GROUP * half));

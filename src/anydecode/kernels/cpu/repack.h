@@ -6,8 +6,9 @@
 #include "ptq161.h"
 #include "quant.h"
 
-/* A block of 32 weights of one row: codes as stored, float16 or integer scales. */
+/* A block of 32 weights of one row: codes as stored, float32, float16 or integer scales. */
 typedef struct {
+  float f;
   uint16_t d, m;
   uint8_t first, second;
   uint8_t q[QUANT_BLOCK];
@@ -143,6 +144,8 @@ INLINE int stored_bytes(int format) {
     case IQ2_S: return 82;
     case IQ3_XXS: return 98;
     case IQ3_S: return 110;
+    case NF4:
+    case FP4: return 36;
     case Q4_K: return 144;
     case Q5_K: return 176;
     default: return 210;
@@ -205,6 +208,7 @@ INLINE void write_column(int format, const Block *from, int c, uint8_t *codes) {
 
 INLINE void write_scales(int format, const Block *from, int c, uint8_t *header, uint8_t *block) {
   if (format == MXFP4 || format == NVFP4) header[c] = from->first;
+  else if (has_wide_table(format)) memcpy(header + 4 * c, &from->f, 4);
   else memcpy(header + 2 * c, &from->d, 2);
   if (format == NVFP4) header[GROUP + c] = from->second;
   if (has_min(format)) memcpy(header + 2 * (GROUP + c), &from->m, 2);
@@ -220,7 +224,7 @@ INLINE void write_block(int format, const Block *from, int c, uint8_t *header, u
 /* Whether a format stores nibbles in the packed order already, so that whole words are copied. */
 INLINE int has_words(int format) {
   return format == Q4_0 || format == Q4_1 || format == Q5_0 || format == Q5_1 ||
-         format == IQ4_NL || format == IQ4_XS || format == MXFP4;
+         format == IQ4_NL || format == IQ4_XS || format == MXFP4 || has_wide_table(format);
 }
 
 /* Pack block b of one column in Q4_K or Q5_K, whose codes are nibbles of 32 consecutive bytes. */
@@ -252,12 +256,16 @@ INLINE void write_k4(int format, const uint8_t *row, int b, int c, uint8_t *head
 /* Pack block b of one column, of a format with `has_words`. */
 INLINE void write_words(int format, const uint8_t *row, int b, int c, uint8_t *header,
                         uint8_t *block) {
-  const uint8_t *q = row + (int64_t)(is_super(format) ? b / 8 : b) * stored_bytes(format);
+  int block_of_row = is_super(format) ? b / super_blocks(format) : b;
+  const uint8_t *q = row + (int64_t)block_of_row * stored_bytes(format);
   uint32_t high = 0, spread = 0;
   Block scales;
   if (format == IQ4_XS) {
     iq4_xs_scale(q, b % 8, &scales);
     q += 8 + 16 * (b % 8);
+  } else if (has_wide_table(format)) {
+    memcpy(&scales.f, q, 4);
+    q += 4 + 16 * (b % 2);
   } else if (format == MXFP4) {
     scales.first = *q++;
   } else {
@@ -286,7 +294,7 @@ INLINE void repack_blocks(int format, const Matrix *to, const uint8_t *from, int
   int is_full = (group + 1) * GROUP <= to->out_features;
   if (!is_full || has_grid(format)) memset(p, 0, to->group_bytes); /* else all bytes are written */
   for (int b = 0; b < blocks; b++) {
-    if (is_super(format) && b % 8 == 0) {
+    if (is_super(format) && b % super_blocks(format) == 0) {
       header = p;
       p += header_bytes(format);
     } else if (!is_super(format)) {
@@ -356,6 +364,8 @@ REPACK(IQ2_XS)
 REPACK(IQ2_S)
 REPACK(IQ3_XXS)
 REPACK(IQ3_S)
+REPACK(NF4)
+REPACK(FP4)
 
 typedef void (*RepackGroup)(const Matrix *, const uint8_t *, int64_t, int);
 static const RepackGroup repack_of[NUM_FORMATS] = {
@@ -367,11 +377,18 @@ static const RepackGroup repack_of[NUM_FORMATS] = {
     [MXFP4] = repack_MXFP4,     [NVFP4] = repack_NVFP4,     [TQ1_0] = repack_TQ1_0,
     [TQ2_0] = repack_TQ2_0,     [IQ1_S] = repack_IQ1_S,     [IQ1_M] = repack_IQ1_M,
     [IQ2_XXS] = repack_IQ2_XXS, [IQ2_XS] = repack_IQ2_XS,   [IQ2_S] = repack_IQ2_S,
-    [IQ3_XXS] = repack_IQ3_XXS, [IQ3_S] = repack_IQ3_S,     [PTQ161] = repack_ptq161};
+    [IQ3_XXS] = repack_IQ3_XXS, [IQ3_S] = repack_IQ3_S,     [PTQ161] = repack_ptq161,
+    [NF4] = repack_NF4,         [FP4] = repack_FP4};
 
 /* Pack groups [first, last) of `to` from rows that are `row_bytes` apart. */
 static void repack(const Matrix *to, const uint8_t *from, int64_t row_bytes, int first, int last) {
   for (int g = first; g < last; g++) repack_of[to->format](to, from, row_bytes, g);
+}
+
+/* The nibble of column c at input k. */
+INLINE int nibble_at(const uint8_t *q, int c, int k) {
+  int i = k / 4, offset = 4 * c + k % 4;
+  return i < 4 ? q[64 * i + offset] & 15 : q[64 * (i - 4) + offset] >> 4;
 }
 
 /* The number that the code of column c at input k stands for, before scale and minimum. */
@@ -384,11 +401,24 @@ static int code_at(int format, const uint8_t *codes, int c, int k) {
     if (format == Q3_K) code |= (codes[offset] >> i & 1) << 2;
     return code - code_offset(format);
   }
-  int value = i < 4 ? q[64 * i + offset] & 15 : q[64 * (i - 4) + offset] >> 4;
+  int value = nibble_at(q, c, k);
   if (is_five_bit(format)) value |= ((codes[offset] >> i) & 1) << 4;
   if (format == Q6_K) value |= ((codes[64 * (i / 4) + offset] >> (i % 4 * 2)) & 3) << 4;
-  if (has_table(format)) value = code_values(format)[value];
+  if (has_table(format)) value = code_values(format, 0)[value];
   return value - code_offset(format);
+}
+
+/* The same of any format, as the tables of NF4 and FP4 have it. */
+static float number_at(int format, const uint8_t *codes, int c, int k) {
+  static const float nf4[16] = {
+      -1.0f,       -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
+      -0.091050036f, 0.0f,      0.0795803f,   0.1609302f,  0.2461123f,   0.33791524f,
+      0.44070983f, 0.562617f,   0.72295684f,  1.0f};
+  static const float fp4[8] = {0.0f, 1.0f / 192, 2.0f / 3, 1.0f, 1.0f / 3, 0.5f, 1.0f / 6, 0.25f};
+  if (!has_wide_table(format)) return (float)code_at(format, codes, c, k);
+  int code = nibble_at(codes, c, k);
+  if (format == NF4) return nf4[code];
+  return code < 8 ? fp4[code] : -fp4[code - 8];
 }
 
 static void unpack_block(int format, const uint8_t *block, int c, float super, float super_min,
@@ -402,7 +432,7 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
       min[half] = -(super_min * (float)(one >> 4));
     } else if (format == NVFP4) {
       scale[half] = e4m3_to_float(one);
-    } else if (is_ternary(format)) {
+    } else if (is_ternary(format) || has_wide_table(format)) {
       scale[half] = super;
     } else if (has_halves(format) || has_byte_scale(format)) {
       scale[half] = super * (float)(int8_t)one;
@@ -420,7 +450,7 @@ static void unpack_block(int format, const uint8_t *block, int c, float super, f
   }
   const uint8_t *q = block + scales_bytes(format);
   for (int k = 0; k < QUANT_BLOCK; k++)
-    out[k] = factor * (scale[k / 16] * (float)code_at(format, q, c, k) + min[k / 16]);
+    out[k] = factor * (scale[k / 16] * number_at(format, q, c, k) + min[k / 16]);
 }
 
 /* One row of the matrix in float32, such as an embedding. */
@@ -443,11 +473,12 @@ static void unpack_row(const Matrix *w, int row, float *out) {
   }
   float super = 0.0f, super_min = 0.0f;
   for (int b = 0; b < w->in_features / QUANT_BLOCK; b++) {
-    if (is_super(w->format) && b % 8 == 0) {
+    if (is_super(w->format) && b % super_blocks(w->format) == 0) {
       uint16_t d, m = 0;
       memcpy(&d, p + 2 * c, 2);
       if (has_min(w->format)) memcpy(&m, p + 2 * (GROUP + c), 2);
       super = f16_to_float(d);
+      if (has_wide_table(w->format)) memcpy(&super, p + 4 * c, 4);
       if (has_grid(w->format)) super *= grid_unit(w->format);
       super_min = f16_to_float(m);
       p += header_bytes(w->format);

@@ -92,6 +92,7 @@ INLINE i8 i8_sub(i8 x, i8 y) { return _mm256_sub_epi32(x, y); }
 INLINE i8 i8_load(const uint32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 /* Each lane as unsigned, shifted by a constant. */
 #define i8_right(x, n) _mm256_srli_epi32(x, n)
+#define i8_left(x, n) _mm256_slli_epi32(x, n)
 /* Eight unsigned numbers, each in the lower half of 64 bits. The upper halves are ignored, so
  * products need no shuffles. */
 typedef struct { __m256i even, odd; } n8;

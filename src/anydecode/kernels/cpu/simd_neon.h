@@ -105,6 +105,7 @@ INLINE i8 i8_load(const uint32_t *p) {
 #define RIGHT4(x, n) vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), n))
 /* Each lane as unsigned, shifted by a constant. */
 #define i8_right(x, n) I8(RIGHT4((x).a, n), RIGHT4((x).b, n))
+#define i8_left(x, n) I8(vshlq_n_s32((x).a, n), vshlq_n_s32((x).b, n))
 /* Eight unsigned numbers. */
 typedef struct { uint32x4_t a, b; } n8;
 INLINE n8 n8_set(uint32_t x) { return (n8){vdupq_n_u32(x), vdupq_n_u32(x)}; }

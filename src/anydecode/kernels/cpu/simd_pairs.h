@@ -143,6 +143,7 @@ INLINE f8x2 f8x2_from_i8x2(i8x2 x) { return _mm512_cvtepi32_ps(x); }
 INLINE i8x2 i8x2_set(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE i8x2 i8x2_add(i8x2 x, i8x2 y) { return _mm512_add_epi32(x, y); }
 INLINE i8x2 i8x2_sub(i8x2 x, i8x2 y) { return _mm512_sub_epi32(x, y); }
+#define i8x2_left(x, n) _mm512_slli_epi32(x, n)
 INLINE b32x2 b32x2_join(b32 x, b32 y) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
 }
@@ -258,6 +259,7 @@ INLINE i8x2 i8x2_add(i8x2 x, i8x2 y) {
 INLINE i8x2 i8x2_sub(i8x2 x, i8x2 y) {
   return (i8x2){{i8_sub(x.v[0], y.v[0]), i8_sub(x.v[1], y.v[1])}};
 }
+#define i8x2_left(x, n) ((i8x2){{i8_left((x).v[0], n), i8_left((x).v[1], n)}})
 INLINE b32x2 b32x2_join(b32 x, b32 y) { return (b32x2){{x, y}}; }
 INLINE b32x2 b32x2_load(const uint8_t *p) { return b32x2_join(b32_load(p), b32_load(p + 32)); }
 INLINE void b32x2_store(uint8_t *p, b32x2 x) {

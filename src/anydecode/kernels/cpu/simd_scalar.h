@@ -66,6 +66,7 @@ INLINE i8 i8_sub(i8 x, i8 y) { EACH(i8, x.v[i] - y.v[i]); }
 
 INLINE i8 i8_load(const uint32_t *p) { EACH(i8, (int32_t)p[i]); }
 INLINE i8 i8_right(i8 x, int n) { EACH(i8, (int32_t)((uint32_t)x.v[i] >> n)); }
+INLINE i8 i8_left(i8 x, int n) { EACH(i8, (int32_t)((uint32_t)x.v[i] << n)); }
 /* Eight unsigned numbers. */
 typedef struct { uint32_t v[8]; } n8;
 INLINE n8 n8_set(uint32_t x) { EACH(n8, x); }

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from anydecode.kernels.formats import (
+    BITSANDBYTES_VALUES,
     BLOCKS,
     DTYPES,
     IQ4_VALUES,
@@ -23,6 +24,7 @@ from anydecode.kernels.formats import (
     dequantize,
     e4m3,
     in_order,
+    plain_weight,
     ternary_codes,
 )
 from anydecode.kernels.grids import GRID_FORMATS, grid_codes
@@ -126,7 +128,7 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
         device: Where the packed matrix is stored.
         gated: Whether the weights are a gate and an up projection that one product computes.
     """
-    weights = [in_order(weight) for weight in weights]
+    weights = [_packable(weight) for weight in weights]
     first = weights[0]
     rows, columns = sum(w.out_features for w in weights), first.in_features
     tile_rows = rows // 2 if gated else rows
@@ -137,6 +139,13 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
         bits = 8 * data.element_size()
         return Packed(rows, columns, bits, data, Tile.of(tile_rows, columns, bits))
     return _pack_blocks(weights, rows, columns, tile_rows, device)
+
+
+def _packable(weight: Weight) -> Weight:
+    """The weight itself, or a plain one where the kernels lack its format or order of inputs."""
+    if weight.format in BITSANDBYTES_VALUES:
+        return plain_weight(dequantize(weight).astype(DTYPES["BF16"]), weight.name)
+    return in_order(weight)
 
 
 def _pack_blocks(

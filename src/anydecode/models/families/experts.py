@@ -25,6 +25,7 @@ _ROUTERS = (
     "mlp.router.classifier",
     "mlp.router",
     "mlp.router.layer",
+    "mlp.router.linear",
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
     "block_sparse_moe.router.layer",
@@ -64,6 +65,7 @@ def read_experts(
     has_bias = family.moe.has_biases
     bias = reader.vector(f"{router}.bias", shape[0]) if has_bias else None
     module = router.removesuffix(".layer").removesuffix(".proj").removesuffix(".wg")
+    module = module.removesuffix(".linear")
     module = module.replace(".router.gate", ".router").removesuffix(".classifier")
     block = module.rpartition(".")[0]
     inner, is_plain = int_value(config, family.moe.inner_size), family.mlp == "plain"
@@ -219,6 +221,8 @@ class _ExpertReader:
             weights = self._packed_stacks()
         elif self._reader.has(self._stacked[0]):
             weights = self._stacks()
+        elif self._reader.has(f"{self._name}.gate_up_projs.0.weight"):
+            weights = self._fused_modules()
         elif self._reader.has(f"{self._block}.gate_proj.weight"):
             gate, up, down = (
                 self._stack(f"{self._block}.{kind}_proj.weight", kind) for kind in _NAMES
@@ -280,6 +284,23 @@ class _ExpertReader:
             self._parts(gate, "gate"), self._parts(up, "up"), self._parts(down, "down")
         )
 
+    def _fused_modules(self) -> ExpertWeights:
+        """Experts of gpt-oss as two modules each, with the rows of gate and up alternating, as
+        Unsloth and GPTQModel store them."""
+        gate: list[Weight] = []
+        up: list[Weight] = []
+        down: list[Weight] = []
+        for expert in range(self._count):
+            name, size = f"{self._name}.gate_up_projs.{expert}", (2 * self._inner, self._hidden)
+            fused = self._reader.matrix(name, size, keep_format=True)
+            for kind, parts, first in (("gate", gate, 0), ("up", up, 1)):
+                name, rows = f"{self._name}.{expert}.{kind}_proj", slice(first, None, 2)
+                parts.append(self._reader.convert(fused, name, rows=rows))
+            name = f"{self._name}.down_projs.{expert}"
+            alias = f"{self._name}.{expert}.down_proj"
+            down.append(self._reader.matrix(name, self._shapes["down"], alias=alias))
+        return ExpertWeights(gate, up, down)
+
     def _packed_stacks(self) -> ExpertWeights:
         """Experts in MXFP4: codes `[experts, out, blocks, 16]` and exponents `[experts, out,
         blocks]`, with the rows of gate and up alternating."""
@@ -315,6 +336,12 @@ class _ExpertReader:
             gate_up = reader.stacked(f"{name}.gate_up_proj_bias", (count, 2 * self._inner))
             stack = reader.stacked(f"{name}.down_proj_bias", (count, self._hidden))
             return _vectors(gate_up[:, 0::2]), _vectors(gate_up[:, 1::2]), _vectors(stack)
+        if reader.has(f"{name}.gate_up_projs.0.bias"):
+            fused, down = (
+                [reader.vector(f"{name}.{kind}_projs.{e}.bias", size) for e in range(count)]
+                for kind, size in (("gate_up", 2 * self._inner), ("down", self._hidden))
+            )
+            return [one[0::2] for one in fused], [one[1::2] for one in fused], down
         gate, up, down = (
             [reader.vector(f"{name}.{e}.{kind}_proj.bias", shape[0]) for e in range(count)]
             for kind, shape in self._shapes.items()

@@ -19,7 +19,7 @@ import numpy as np
 from anydecode.errors import CheckpointError
 from anydecode.kernels import ptq161
 from anydecode.kernels.formats import BLOCKS, DTYPES, is_packed, row_bytes
-from anydecode.kernels.interface import Weight
+from anydecode.kernels.interface import FORMATS, Weight
 from anydecode.models.loading import ternary
 from anydecode.models.loading.gguf_split import part_names
 
@@ -336,7 +336,7 @@ class _Header:
             format_name = _OTHER_FORMATS.get(code, f"number {code}")
             raise self.fault(
                 f"stores {name!r} in format {format_name}; supported are"
-                f" {', '.join(sorted((*BLOCKS, *own.values())))}"
+                f" {', '.join(sorted((*FORMATS, *own.values())))}"
             )
         values, block_bytes = BLOCKS.get(format, (1, 0))
         if format in _FEW_BITS:

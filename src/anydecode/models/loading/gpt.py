@@ -16,6 +16,7 @@ import numpy as np
 
 from anydecode.errors import CheckpointError
 from anydecode.kernels import portable
+from anydecode.kernels.interface import Weight
 from anydecode.models.families.values import (
     bool_value,
     mapping_value,
@@ -833,17 +834,22 @@ def _product(table: Reader, projection: Reader, size: int, is_transposed: bool) 
     return product.astype(left.dtype)
 
 
-def _transposed(reader: Reader) -> np.ndarray:
-    return np.asarray(reader()).T
+def _transposed(reader: Reader) -> np.ndarray | Weight:
+    """The matrix `[out, in]`. Quantised matrices are stored so."""
+    tensor = reader()
+    return tensor if isinstance(tensor, Weight) else np.asarray(tensor).T
 
 
 def _without_first(reader: Reader, count: int) -> np.ndarray:
     return np.asarray(reader())[count:]
 
 
-def _selected(reader: Reader, name: str, rows: np.ndarray) -> np.ndarray:
-    tensor = np.asarray(reader())
-    if not tensor.ndim or len(tensor) <= rows.max():
-        raise CheckpointError(f"tensor {name} has shape {tensor.shape}; its config implies others")
-    selected: np.ndarray = tensor[rows]
+def _selected(reader: Reader, name: str, rows: np.ndarray) -> np.ndarray | Weight:
+    tensor = reader()
+    data = tensor.data if isinstance(tensor, Weight) else np.asarray(tensor)
+    if not data.ndim or len(data) <= rows.max():
+        raise CheckpointError(f"tensor {name} has shape {data.shape}; its config implies others")
+    if isinstance(tensor, Weight):
+        return replace(tensor, out_features=len(rows), data=data[rows])
+    selected: np.ndarray = data[rows]
     return selected

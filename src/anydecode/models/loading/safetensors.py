@@ -112,6 +112,8 @@ def load_folder(path: Path) -> Checkpoint:
     if dit.is_dit(config):
         config, readers = dit.to_hf_layout(config, readers)
     if gpt.is_gpt(config):
+        if settings:  # the names of the parts of modules have no place in the usual layout
+            readers, settings = dequantizing_readers(path, readers, settings), None
         config, readers = gpt.to_hf_layout(config, readers)
     if deepseek.is_deepseek_v4(config, readers):
         config, readers = deepseek.to_hf_layout(config, readers)
