@@ -4,6 +4,7 @@ alone, no errors but refusals in one line, and nothing is left."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 from random import Random
 
 import pytest
@@ -17,11 +18,11 @@ from random_worlds import WORLDS
 NAMES = [name for name in WORLDS if name != "torch"]
 
 
-def played(seeds: range) -> Counter[str]:
-    """The number of finished requests by method."""
+def played(seeds: range, names: Seq[str] = NAMES, keys: Seq[str] = ()) -> Counter[str]:
+    """The number of finished requests by method, in these worlds, of all methods or of `keys`."""
     finished: Counter[str] = Counter()
     for seed in seeds:
-        scenario = random_scenario(Random(seed), NAMES)
+        scenario = random_scenario(Random(seed), names, keys)
         failures, counts = play(scenario)
         assert not failures, f"{failures[0]}\n--scenario {scenario.source()!r}"
         finished += counts
@@ -30,6 +31,11 @@ def played(seeds: range) -> Counter[str]:
 
 def test_random_requests_beside_each_other() -> None:
     assert len(played(range(5))) > 5
+
+
+def test_requests_that_read_embeddings_beside_each_other() -> None:
+    """Rejects a model whose embeddings are wider than its hidden states."""
+    assert played(range(6), ["scripted"], ["superposed"])["superposed"] > 10
 
 
 @pytest.mark.slow

@@ -48,12 +48,17 @@ class ToyModel(ScriptedModel):
 
     def __init__(self, script: Script | None = None, vocab_size: int = 259, **options: Any) -> None:
         super().__init__(script, vocab_size, **options)
-        drawn = np.random.default_rng(3).normal(size=(vocab_size, 8))
+        drawn = np.random.default_rng(3).normal(size=(vocab_size, self.spec.hidden_size))
         self.embeddings = drawn.astype(np.float32)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 `[len(tokens), 8]`, pseudo-random."""
+        """float32 `[len(tokens), hidden_size]`, pseudo-random."""
         return self.embeddings[tokens]
+
+    def tokens_of(self, inputs: np.ndarray) -> np.ndarray:
+        """The tokens with the nearest embeddings."""
+        distances = np.square(inputs[:, None] - self.embeddings).sum(-1)
+        return distances.argmin(1).astype(np.int32)
 
     def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states mapped to numbers between -1 and 1."""

@@ -119,8 +119,10 @@ class ScriptedModel:
         stored = [keys[:, 0, 0] for keys in cache.keys]
         tokens = rows.tokens.copy()
         if rows.inputs is not None:
-            is_embedding = tokens < 0
-            tokens[is_embedding] = to_host(rows.inputs)[is_embedding, 0].astype(np.int32)
+            inputs, is_state = to_host(rows.inputs), tokens < 0
+            is_embedding = is_state & (rows.start == 0)
+            tokens[is_state] = inputs[is_state, 0].astype(np.int32)
+            tokens[is_embedding] = self.tokens_of(inputs[is_embedding])
         is_routed = np.zeros(len(rows), bool)
         if rows.variant is not None:
             routes = {i for i, one in enumerate(rows.variants) if isinstance(one, Route)}
@@ -147,6 +149,10 @@ class ScriptedModel:
         inputs = np.zeros((len(tokens), _HIDDEN_SIZE), np.float32)
         inputs[:, 0] = tokens
         return inputs
+
+    def tokens_of(self, inputs: np.ndarray) -> np.ndarray:
+        """The tokens that rows of input embeddings stand for, int32 `[n]`."""
+        return inputs[:, 0].astype(np.int32)
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
         """Logits float32 `[n, vocab_size]` of hidden states."""
