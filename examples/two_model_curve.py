@@ -31,7 +31,8 @@ def curve(
 
 
 if __name__ == "__main__":
-    model, draft, *decoders = sys.argv[1:]
+    default = ["smollm2-135m-instruct", "self:layers=27", "ead:threshold=1", "foreal"]
+    model, draft, *decoders = sys.argv[1:] or default
     with LLM(model, draft=draft) as llm:
         for name, (passes, log_probability) in curve(llm, decoders).items():
             print(

@@ -27,7 +27,7 @@ from transformers import (
 from anydecode.api.llm import LLM
 from anydecode.errors import AnydecodeError, CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
-from anydecode.models.families import spec_from_config
+from anydecode.models.families import advice, spec_from_config
 from anydecode.models.hf import HuggingFaceModel
 from model_files import tokenizer_json
 from tiny_models import hf_logits, hf_model
@@ -239,6 +239,20 @@ def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
         LLM(str(folder))
     assert "'unheard-of' (GPTNeoXJapaneseForCausalLM) is not supported; " in str(x.value)
     assert "\n" not in str(x.value)
+
+
+def test_without_transformers_a_refused_model_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_installed in (True, False):
+        monkeypatch.setattr(
+            advice, "find_spec", {"transformers": 1}.get if is_installed else {}.get
+        )
+        message = advice.unsupported("model type 'unheard-of'", "unheard-of", ["llama"])
+        assert (
+            "pip install 'anydecode[hf]', then backend='transformers'" in message
+        ) != is_installed
+        assert len(message) < 300 and message.endswith("; supported are llama")
 
 
 def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_supported(

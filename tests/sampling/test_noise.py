@@ -143,4 +143,4 @@ def test_coins_differ_by_position_attempt_and_index():
 
 def test_fresh_seeds_differ():
     seeds = {fresh_seed() for _ in range(20)}
-    assert len(seeds) == 20 and all(0 <= seed < 2**63 for seed in seeds)
+    assert len(seeds) == 20 and all(0 <= seed == int(float(seed)) for seed in seeds)

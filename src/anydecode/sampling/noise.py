@@ -29,8 +29,9 @@ _SAMPLE_BITS, _FORK_BITS, _PURPOSE_BITS = 16, 12, 4
 
 
 def fresh_seed() -> int:
-    """A random seed from the operating system, below 2^63 so that JSON readers keep it exact."""
-    return secrets.randbits(63)
+    """A random seed from the operating system, below 2^53: JavaScript and jq, which read the JSON
+    of answers, round larger integers."""
+    return secrets.randbits(53)
 
 
 def stream_id(sample: int = 0, fork: int = 0, purpose: str | int = "target") -> int:

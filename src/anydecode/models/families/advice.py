@@ -33,7 +33,10 @@ def unsupported(what: str, model_type: Any, supported: Iterable[str]) -> str:
 def absence() -> str:
     """What is known of `transformers` where there is no `advice`."""
     if find_spec("transformers") is None:
-        return "whether transformers has it is not known, because it is not installed"
+        return (
+            "transformers, which is not installed, may open a folder of it: pip install"
+            " 'anydecode[hf]', then backend='transformers' (--backend transformers)"
+        )
     return "transformers has no causal model of this type either"
 
 
