@@ -49,6 +49,7 @@ COMMANDS = {
     "bench cost": "--model MODEL",
     "bench perplexity": "--models MODEL --text TEXT",
     "bench divergence": "--model MODEL",
+    "bench lm-eval": "--models MODEL --tasks a",
     "bench quantization": "--model MODEL --count 1",
     "bench aup": "--models MODEL --count 1",
     "bench diffusion-schemas": "--models MODEL",

@@ -8,8 +8,6 @@ llama.cpp runs in another Python interpreter, and its logits are returned throug
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 import typer
 
 from anydecode.benchmarks.baselines import find_file
+from anydecode.benchmarks.llama_cpp_baseline import DEFAULT_CACHE, LlamaCpp
 from anydecode.benchmarks.passes import first_logits, sequence_rows
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
@@ -28,24 +27,6 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
 from anydecode.report import JsonFile, split_names, write_report
 from anydecode.tasks.prompts import PROMPTS
-
-_BASELINE = """
-import json, sys
-import numpy as np
-import llama_cpp
-model, threads, ids_file, target = sys.argv[1:]
-threads, ids = int(threads), json.load(open(ids_file))
-size = max(map(len, ids))
-llm = llama_cpp.Llama(model, n_ctx=size, n_batch=size, n_threads=threads, n_threads_batch=threads,
-                      logits_all=True, verbose=False)
-logits = []
-for window in ids:
-    llm.reset()
-    llm.eval(window)
-    logits.append(np.array(llm.scores[:len(window)], np.float32))
-np.save(target, np.concatenate(logits))
-print(llama_cpp.__version__)
-"""
 
 
 def windows(tokenizer: Any, text: str, count: int, size: int) -> list[list[int]]:
@@ -63,24 +44,13 @@ def logits_of(model: Any, ids: list[int], cache: str | None = None) -> np.ndarra
     return to_host(output.logits).copy()
 
 
-def baseline_logits(
-    python: str, path: str, threads: int, ids: list[list[int]]
-) -> tuple[np.ndarray, str]:
-    """Logits of all windows from llama.cpp, concatenated, and its version."""
+def baseline_logits(baseline: LlamaCpp, ids: list[list[int]]) -> np.ndarray:
+    """Logits of all windows from llama.cpp, concatenated."""
     with tempfile.TemporaryDirectory(prefix="anydecode-divergence-") as folder:
-        ids_file, target = Path(folder, "ids.json"), Path(folder, "logits.npy")
-        ids_file.write_text(json.dumps(ids))
-        command = [python, "-c", _BASELINE, path, str(threads), str(ids_file), str(target)]
-        try:
-            process = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise InvalidRequestError(
-                f"--baseline {python} cannot be run: {error.strerror}"
-            ) from None
-        if process.returncode:
-            reason = next(iter(process.stderr.splitlines()[-1:]), f"exit code {process.returncode}")
-            raise InvalidRequestError(f"llama.cpp failed under {python}: {reason}")
-        return np.load(target), f"llama-cpp-python {process.stdout.split()[-1]}"
+        target = Path(folder, "logits.npy")
+        baseline.ask("logits", windows=ids, target=str(target))
+        logits: np.ndarray = np.load(target)
+    return logits
 
 
 def divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -145,7 +115,7 @@ def compare(
         threads: The number of threads of each engine.
         backend: The kernels of anydecode; None: the best available.
         reference: The model whose weights in float32 are the reference; None: that of `path`.
-        caches: Formats of anydecode's key-value cache; none: its own choice.
+        caches: Formats of the key-value cache, of all engines; none: each engine's own choice.
 
     Raises:
         InvalidRequestError: The kernels lack a format of the cache, or the reference has another
@@ -167,13 +137,12 @@ def compare(
         )
     expected = _all_logits(model, ids)
     name = f"anydecode, {type(own.executor).__name__}"
-    engines = {
-        name + (f", {cache} cache" if cache else ""): _all_logits(own, ids, cache)
-        for cache in caches or (None,)
-    }
+    engines = {name + _of_cache(cache): _all_logits(own, ids, cache) for cache in caches or (None,)}
     if baseline:
-        logits, version = baseline_logits(baseline, path, threads, ids)
-        engines[version] = logits[:, : expected.shape[1]]
+        for format in caches or (None,):
+            other = LlamaCpp(baseline, path, threads, format or DEFAULT_CACHE)
+            logits = baseline_logits(other, ids)[:, : expected.shape[1]]
+            engines[f"{other.version}{_of_cache(format)}"] = logits
     return {
         "machine": cpu_name(),
         "model": Path(path).name,
@@ -186,6 +155,10 @@ def compare(
             for name, logits in engines.items()
         },
     }
+
+
+def _of_cache(cache: str | None) -> str:
+    return f", {cache} cache" if cache else ""
 
 
 def _all_logits(model: Any, ids: list[list[int]], cache: str | None = None) -> np.ndarray:

@@ -113,6 +113,10 @@ BENCHES = {
         "anydecode.benchmarks.perplexity:bench_perplexity",
         "The perplexity of a text under several models, or one model in several formats.",
     ),
+    "lm-eval": Bench(
+        "anydecode.benchmarks.lm_eval_bench:bench_lm_eval",
+        "Tasks of lm-eval with formats of weights and of the cache, beside llama.cpp.",
+    ),
     "serving": Bench(
         "anydecode.benchmarks.serving.bench:bench_serving",
         "A request trace replayed against a server: latencies and goodput under an SLO.",

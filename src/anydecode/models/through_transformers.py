@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,8 @@ def open_through_transformers(
     if path.is_file():
         folder, options["gguf_file"] = path.parent, path.name
     bars = transformers.utils.logging
+    with suppress(ImportError):  # its bar for the tensors of a GGUF file does not obey the switch
+        import_module("transformers.modeling_gguf_pytorch_utils").tqdm = bars.tqdm  # type: ignore[attr-defined]
     has_bars = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
