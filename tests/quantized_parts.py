@@ -142,10 +142,12 @@ def pack_quantized(
     is_symmetric: bool = True,
     has_order: bool = False,
     dtype: Any = bfloat16,
+    seed: int = 1,
 ) -> Parts:
+    """`seed` is that of the order."""
     groups = np.arange(matrix.shape[1]) // group
     if has_order:
-        groups = groups[np.random.default_rng(1).permutation(len(groups))]
+        groups = groups[np.random.default_rng(seed).permutation(len(groups))]
     numbers, scales, zeros, values = _integers(matrix, bits, groups, is_symmetric, dtype)
     half = 1 << (bits - 1)
     parts = {
@@ -236,11 +238,13 @@ def gptq(
     is_symmetric: bool = False,
     has_order: bool = False,
     offset: int = 1,
+    seed: int = 1,
 ) -> Parts:
-    """`offset` is what version 1 of the format subtracts from zero points."""
+    """`offset` is what version 1 of the format subtracts from zero points, `seed` that of the
+    order."""
     groups = np.arange(matrix.shape[1]) // group
     if has_order:
-        groups = groups[np.random.default_rng(1).permutation(len(groups))]
+        groups = groups[np.random.default_rng(seed).permutation(len(groups))]
     codes, scales, zeros, values = _asymmetric(matrix, bits, groups, is_symmetric)
     parts = {
         "qweight": np.ascontiguousarray(pack_stream(codes, bits).T),

@@ -13,11 +13,17 @@ import pytest
 from anydecode import LLM
 from anydecode.benchmarks import shapes
 from anydecode.benchmarks.divergence import divergences, loss
+from anydecode.benchmarks.kernel_bench import fast_math_library
+from anydecode.benchmarks.passes import first_logits, sequence_rows
 from anydecode.cli.bench import run_bench
 from anydecode.errors import InvalidRequestError
+from anydecode.kernels.build import find_compiler
 from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
+from anydecode.models.families import build_model
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.opening import choose_executor
 from anydecode.quantization.gguf import quantize_file
 
 needs_kernels = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
@@ -56,6 +62,15 @@ def test_a_written_shape_opens_and_generates(format: str, tmp_path: Path) -> Non
         assert llm.generate("a", max_tokens=3, ignore_eos=True).stats.num_tokens == 3
 
 
+def test_a_written_mixture_of_experts_opens_and_generates(tmp_path: Path) -> None:
+    arguments = ["--folder", str(tmp_path), "--shape", "tiny-experts", "--format", "Q4_K"]
+    result = report("shapes", arguments, tmp_path / "shape.json")
+    with LLM(result["path"]) as llm:
+        routing = llm.model.spec.layers[0].routing
+        assert routing is not None and routing.experts_per_token == result["experts_per_token"] == 2
+        assert llm.generate("a", max_tokens=3, ignore_eos=True).stats.num_tokens == 3
+
+
 def accepted_drafts(path: Path, exits: shapes.EarlyExits | None) -> tuple[float, int]:
     """The share of accepted drafts behind two of six layers, and the number of different tokens."""
     shape = shapes.Shape(256, 6, 4, 2, 64, 512, 1024, False)
@@ -86,6 +101,53 @@ def test_kernels_are_timed_for_every_number_of_rows(model: Path, tmp_path: Path)
     result = report("kernels", arguments, tmp_path / "kernels.json")
     assert [row["n"] for row in result["passes"]] == [1, 2, 4, 8, 16, 32, 512]
     assert result["cache"] == "int8" and result["weight_bytes"] > 0
+
+
+@needs_kernels
+def test_passes_read_the_experts_that_their_tokens_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_bench("shapes", ["--folder", str(tmp_path), "--shape", "tiny-experts"])
+    path = tmp_path / "random-tiny-experts.Q4_0.gguf"
+    arguments = ["--model", str(path), "--rounds", "1", "--context", "4", "--threads", "1"]
+    result = report("kernels", arguments, tmp_path / "kernels.json")
+    counts, expert = [row["experts"] for row in result["passes"]], 3 * 256 * 256 * 18 // 32
+    assert counts[0] == 2 * 2 < counts[3] < counts[-1] <= 2 * 8
+    for row, count in zip(result["passes"], counts, strict=True):
+        assert row["expert_bytes"] == count * expert
+        assert row["all_expert_bytes"] == 2 * 8 * expert
+        assert row["read_bytes"] == result["weight_bytes"] - (2 * 8 - count) * expert
+    capsys.readouterr()
+    run_bench("kernels", arguments)
+    assert "    1        4         0.4      25.0%" in capsys.readouterr().out
+
+
+@needs_kernels
+@pytest.mark.slow
+def test_the_cost_of_equal_bits_is_timed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other build computes the same up to rounding, and has other bits."""
+    if find_compiler() is None:
+        pytest.skip("no C compiler")
+    built = build_model(load_checkpoint(model), executor=choose_executor("native", 1))
+    executor: Any = built.executor
+    other = executor.compiled_as(fast_math_library())
+    rows = sequence_rows(list(range(5, 45)), 0, 2)
+    own, fast = (
+        one.run(rows, built.new_cache(40), first_logits(40)).logits.copy()
+        for one in (executor, other)
+    )
+    error = np.linalg.norm(own - fast) / np.linalg.norm(own)
+    assert 0 < error < 0.01
+    arguments = ["--model", str(model), "--rounds", "1", "--context", "4", "--fast-math"]
+    result = report("kernels", arguments, tmp_path / "kernels.json")
+    for row in result["passes"]:
+        expected = row["best"] / row["fast_math_best"] - 1  # of the only round
+        assert row["equal_bits_cost"] == pytest.approx(expected)
+    capsys.readouterr()
+    run_bench("kernels", arguments)
+    assert "cost of equal bits" in capsys.readouterr().out
 
 
 def test_divergence_is_zero_for_the_reference_and_small_for_the_kernels(

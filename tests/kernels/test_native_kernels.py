@@ -48,7 +48,7 @@ from anydecode.kernels.library import (
     top_k,
 )
 from anydecode.kernels.library_cache import built_library
-from anydecode.kernels.native import NativeExecutor
+from anydecode.kernels.native import ExpertReads, NativeExecutor
 from anydecode.kernels.packing import Packer
 from anydecode.sampling.noise import Noise
 from block_formats import set_scales
@@ -166,14 +166,20 @@ def test_every_variant_gives_the_same_products(library: Library, format: str) ->
     assert path is not None
     weight = random_weight(format, 27, 768, 5)
     x = np.random.default_rng(5).standard_normal((11, 768), np.float32)
+    results: dict[str, list[np.ndarray]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        variants = [Library(path, name) for name in ("scalar", *build.local_variants())]
-    assert len({variant.variant for variant in variants}) == len(variants)
-    for n in (1, 2, 3, 5, 9, 11):
-        expected, *others = (product(variant, weight, x[:n]) for variant in variants)
-        for other in others:
-            assert np.array_equal(expected.view(np.uint32), other.view(np.uint32))
+        # A library has one variant at a time, at last the fastest.
+        for name in ("scalar", *reversed(build.local_variants())):
+            variant = Library(path, name)
+            results[variant.variant] = [
+                product(variant, weight, x[:n]) for n in (1, 2, 3, 5, 9, 11)
+            ]
+    assert len(results) == 1 + len(build.local_variants())
+    expected, *others = results.values()
+    for other in others:
+        for one, right in zip(other, expected, strict=True):
+            assert np.array_equal(one.view(np.uint32), right.view(np.uint32))
 
 
 def test_every_exponent_of_mxfp4_scales_its_block(library: Library) -> None:
@@ -500,6 +506,117 @@ def test_a_token_reads_only_its_experts(library: Library) -> None:
         output = broken.executor(1).run(rows, broken.cache(1), all_logits(rows)).logits
         same += np.array_equal(output, whole)
     assert 5 <= same < 7  # two layers choose one expert each
+
+
+@pytest.mark.parametrize("expert_gates", [True, False])
+@pytest.mark.parametrize("n", [1, 8])
+def test_the_reads_of_experts_are_counted(library: Library, n: int, expert_gates: bool) -> None:
+    """They are the matrices in which NaN changes a state behind the first layer, once each."""
+    options = {"experts": True, "expert_gates": expert_gates}
+    rows = sequence_rows(np.arange(n), np.arange(n), layers=1)
+    output_spec = OutputSpec(ints([]), {1: ints(np.arange(n))})
+    network = Network(5, **options)
+    executor = network.executor(2)
+    whole = executor.run(rows, network.cache(n), output_spec).hidden[1]
+    kinds = network.expert_weights if expert_gates else network.expert_weights[1:]
+    used = 0
+    for expert in range(5):
+        broken = Network(5, **options)
+        for matrices in broken.expert_weights:
+            matrices[expert].data[:] = np.nan
+        hidden = broken.executor(2).run(rows, broken.cache(n), output_spec).hidden[1]
+        used += not np.array_equal(hidden, whole)
+    assert used == 2 if n == 1 else 2 < used <= 5
+    size = sum(matrices[0].data.nbytes for matrices in kinds)
+    assert executor.take_expert_reads() == ExpertReads(used, used * size, 5 * size)
+    assert executor.take_expert_reads() == ExpertReads(0, 0, 0)
+
+
+def ordered_weight(out: int, width: int, seed: int, has_order: bool) -> Weight:
+    """A matrix in Q4_0, which stores its inputs in an order of its own."""
+    order = np.random.default_rng(seed).permutation(width).astype(np.int32)
+    weight = random_weight("Q4_0", out, width, seed)
+    return replace(weight, scale=0.02, order=order if has_order else None)
+
+
+def ordered_states(
+    experts: ExpertWeights, x: np.ndarray, router: Weight, threads: int, library: Library
+) -> np.ndarray:
+    """The sum of two experts of each row of x."""
+    embedding, every = Weight("F32", *x.shape, x), ints(np.arange(len(x)))
+    executor = NativeExecutor(
+        embedding, len(x), 1,
+        lambda b, y, index: b.experts(y, b.linear(y, router), experts, Routing(2), "silu"),
+        lambda b, y: b.linear(y, embedding), threads=threads, library=library,
+    )  # fmt: skip
+    rows = sequence_rows(every, every, layers=1)
+    cache = new_cache("float32", len(x), [None])
+    return executor.run(rows, cache, OutputSpec(every[:1], {1: every})).hidden[1].copy()
+
+
+def ordered_sums(experts: ExpertWeights, x: np.ndarray, router: Weight) -> np.ndarray:
+    """The same in float64, from the values of blocks and their orders."""
+
+    def times(y: np.ndarray, weight: Weight) -> np.ndarray:
+        order = np.arange(weight.in_features) if weight.order is None else weight.order
+        scales = weight.data.reshape(weight.out_features, -1, 18)[..., :2].copy().view(np.float16)
+        codes = weight.data.reshape(weight.out_features, -1, 18)[..., 2:]
+        numbers = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float64) - 8
+        stored = (numbers * scales).reshape(weight.out_features, -1)
+        return rounded_to_int8(y[None, order]) @ stored.T * weight.scale
+
+    sums = np.zeros((len(x), experts.down[0].out_features))
+    for row, y in enumerate(x):
+        shares = np.exp(y.astype(np.float64) @ router.data.T.astype(np.float64))
+        chosen = np.argsort(-shares)[:2]
+        for expert in chosen:
+            gate, up = times(y, experts.gate[expert])[0], times(y, experts.up[expert])[0]
+            hidden = (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+            share = shares[expert] / shares[chosen].sum()
+            sums[row] += share * times(hidden, experts.down[expert])[0]
+    return sums
+
+
+@pytest.mark.parametrize("has_order", [(1, 1, 1), (1, 0, 1), (0, 1, 0), (0, 0, 1)])
+def test_experts_read_inputs_in_the_orders_of_their_matrices(
+    library: Library, has_order: tuple[int, ...]
+) -> None:
+    """Those of gate and up may differ. Rows have the same bits alone and with every variant."""
+    sizes, count = ((96, 64), (96, 64), (64, 96)), 6
+    experts = ExpertWeights(*(
+        [ordered_weight(*size, 100 * kind + expert, bool(has)) for expert in range(count)]
+        for kind, (size, has) in enumerate(zip(sizes, has_order, strict=True))
+    ))  # fmt: skip
+    x = np.random.default_rng(3).standard_normal((9, 64), np.float32)
+    router = random_weight("F32", count, 64, 7)
+    states = ordered_states(experts, x, router, 2, library)
+    assert relative_error(states, ordered_sums(experts, x, router)) < 0.01
+    path = built_library()
+    assert path is not None
+    for variant in ("scalar", *reversed(build.local_variants())):
+        other = ordered_states(experts, x, router, 1, Library(path, variant))
+        assert np.array_equal(other, states)
+    for row in range(len(x)):
+        alone = ordered_states(experts, x[row : row + 1].copy(), router, 1, library)
+        assert np.array_equal(alone[0], states[row])
+    for kind in np.flatnonzero(has_order):
+        matrices = experts.matrices[kind * count : (kind + 1) * count]
+        for weight in matrices:
+            weight.order = np.roll(weight.order, 1)
+        wrong = ordered_states(experts, x, router, 2, library)
+        assert relative_error(states, wrong) > 0.3
+        for weight in matrices:
+            weight.order = np.roll(weight.order, -1)
+
+
+def test_a_single_product_reads_inputs_in_the_order_of_its_matrix(library: Library) -> None:
+    """`NativeExecutor.linear`, of one matrix outside a pass."""
+    weight, x = ordered_weight(24, 64, 2, True), np.random.default_rng(3).standard_normal((5, 64))
+    x = x.astype(np.float32)
+    assert weight.order is not None
+    expected = product(library, replace(weight, order=None), x[:, weight.order].copy())
+    assert np.array_equal(Network(1).executor().linear(x, weight), expected)
+    assert not np.array_equal(product(library, replace(weight, order=None), x), expected)
 
 
 def test_a_wrong_rotation_is_detected(library: Library) -> None:

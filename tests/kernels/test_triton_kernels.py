@@ -251,6 +251,31 @@ def test_products_are_batch_invariant(
     assert torch.equal(product(mixed, weight, **options)[17], alone)
 
 
+def reordered(weight: Weight, seed: int) -> Weight:
+    """The same matrix with its stored inputs in another order."""
+    order = np.random.default_rng(seed).permutation(weight.in_features).astype(np.int32)
+    return dataclasses.replace(weight, order=order)
+
+
+@pytest.mark.parametrize(("format", "splits"), [("Q4_0", 1), ("Q8_0", 3)])
+def test_products_read_inputs_in_the_order_of_their_matrix(
+    format: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "PROGRAMS", splits)
+    width = 1536 if splits > 1 else 256
+    weight = reordered(random_weight(format, 40, width), 1)
+    both, x, norm = pack([weight], DEVICE), randn(3, width), None
+    assert both.tile.splits == splits and both.bits < 16
+    if splits == 1:
+        norm = randn(width, seed=9)
+    expected, size = exact_product(x, weight, norm, 1e-5)
+    result = product(x, both, norm=norm, eps=1e-5).cpu()
+    assert ((result - expected).abs() <= ROUNDED * size + 1e-5).all()
+    for wrong in (dataclasses.replace(both, order=None), pack([reordered(weight, 2)], DEVICE)):
+        other = product(x, wrong, norm=norm, eps=1e-5).cpu()
+        assert ((other - expected).abs() > ROUNDED * size + 1e-5).any()
+
+
 def test_another_number_of_splits_changes_bits() -> None:
     """Counterexample: the same product with another number of splits has other bits."""
     weight, x = packed("F32", 48, 2048), randn(1, 2048)
@@ -499,6 +524,21 @@ def test_experts_match_the_reference() -> None:
     assert (y.cpu() - expected).abs().max() < 0.02 * expected.abs().max()
     alone = TritonBackend(DEVICE).experts(x[3:4], router[3:4], *arguments)
     assert torch.equal(alone[0], y[3])
+
+
+def test_experts_with_orders_of_their_own_match_the_reference() -> None:
+    """Each matrix of each expert has another order of inputs."""
+    x, router = randn(5, 128), randn(5, 4, seed=1)
+    matrices = [
+        [reordered(random_weight("Q4_0", 128, 128, seed + e), seed + e) for e in range(4)]
+        for seed in (10, 20, 30)
+    ]
+    arguments = (ExpertWeights(*matrices), Routing(2), "silu")
+    backend = TritonBackend(DEVICE)
+    y = backend.experts(x, router, *arguments)
+    expected = ReferenceBackend().experts(x.cpu(), router.cpu(), *arguments)
+    assert (y.cpu() - expected).abs().max() < 0.02 * expected.abs().max()
+    assert backend.num_bytes < 4 * 3 * 128 * 128 * 2 * 0.31  # of float16
 
 
 # --- a whole model

@@ -22,6 +22,11 @@ def sequence_rows(tokens: Sequence[int], start: int, num_layers: int) -> Rows:
     )  # fmt: skip
 
 
+def varied_tokens(count: int) -> list[int]:
+    """So many tokens, up to 100 different ones."""
+    return [token % 100 + 5 for token in range(count)]
+
+
 def first_logits(count: int) -> OutputSpec:
     """Asks for the logits of the first `count` rows."""
     return OutputSpec(np.arange(count, dtype=np.int32))
@@ -29,5 +34,5 @@ def first_logits(count: int) -> OutputSpec:
 
 def prefill(model: Any, cache: Any, count: int) -> None:
     """Run one pass over `count` tokens, which fills the first `count` slots of `cache`."""
-    rows = sequence_rows([token % 100 + 5 for token in range(count)], 0, model.spec.num_layers)
+    rows = sequence_rows(varied_tokens(count), 0, model.spec.num_layers)
     model.run(rows, cache, first_logits(1))

@@ -12,6 +12,7 @@ less and less.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,7 +63,8 @@ FORMATS = (*_SCALES, *_BYTE_SCALES)
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-like model."""
+    """The sizes of a Llama-like model. With `experts`, each layer has so many MLPs of the size
+    `inner` instead of one, of which a token runs through `experts_per_token` (as in Mixtral)."""
 
     hidden: int
     layers: int
@@ -72,6 +74,8 @@ class Shape:
     inner: int
     vocabulary: int
     tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class EarlyExits:
         if name == "output":
             return _LOGITS / (_STD * hidden**0.5)
         parts = name.split(".")
-        if parts[-1] not in ("attn_output", "ffn_down"):
+        if parts[-1] not in ("attn_output", "ffn_down", "ffn_down_exps"):
             return 1.0
         factor = _ATTENTION if parts[-1] == "attn_output" else 1.0
         behind = int(parts[1]) - self.layers
@@ -103,29 +107,38 @@ class EarlyExits:
 
 SHAPES = {
     "tiny": Shape(256, 2, 4, 2, 64, 512, 512, True),
+    "tiny-experts": Shape(256, 2, 4, 2, 64, 256, 512, True, 8, 2),
     "135m": Shape(576, 30, 9, 3, 64, 1536, 49152, True),  # SmolLM2 135M
     "1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, True),  # Llama 3.2 1B
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, False),  # Llama 3 8B
+    "7b-experts": Shape(2048, 16, 16, 16, 128, 1024, 50304, False, 64, 8),  # OLMoE 1B-7B
 }
 
 
-def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Name and size `(out_features, in_features)` of every matrix, in file order."""
+def matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Name and size `(out_features, in_features)` of every matrix in file order, or `(experts,
+    out_features, in_features)`."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {"token_embd": (shape.vocabulary, shape.hidden)}
+    sizes: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocabulary, shape.hidden)}
+    end, count = ("_exps", (shape.experts,)) if shape.experts else ("", ())
     for layer in range(shape.layers):
         sizes |= {
             f"blk.{layer}.attn_q": (wide, shape.hidden),
             f"blk.{layer}.attn_k": (narrow, shape.hidden),
             f"blk.{layer}.attn_v": (narrow, shape.hidden),
             f"blk.{layer}.attn_output": (shape.hidden, wide),
-            f"blk.{layer}.ffn_gate": (shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_up": (shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_down": (shape.hidden, shape.inner),
+            f"blk.{layer}.ffn_gate{end}": (*count, shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_up{end}": (*count, shape.inner, shape.hidden),
+            f"blk.{layer}.ffn_down{end}": (*count, shape.hidden, shape.inner),
         }
     if not shape.tied:
         sizes["output"] = (shape.vocabulary, shape.hidden)
     return sizes
+
+
+def routers(shape: Shape) -> list[str]:
+    """The names of all routers, `[experts, hidden]` in float32."""
+    return [f"blk.{layer}.ffn_gate_inp" for layer in range(shape.layers) if shape.experts]
 
 
 def norms(shape: Shape) -> list[str]:
@@ -193,28 +206,41 @@ def write(
     writer.add_rope_freq_base(500000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(shape.vocabulary)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_per_token)
     _add_tokenizer(writer, shape.vocabulary)
     kind = gguf.GGMLQuantizationType[format]
-    sizes = {}
-    for name, (rows, columns) in matrices(shape).items():
-        values, size = gguf.GGML_QUANT_SIZES[kind]
-        sizes[name] = (rows, columns // values * size)
-        count = rows * sizes[name][1]
-        writer.add_tensor_info(f"{name}.weight", sizes[name], np.dtype(np.uint8), count, kind)
-    for name in norms(shape):
-        size = 4 * shape.hidden
-        writer.add_tensor_info(f"{name}.weight", (shape.hidden,), np.dtype(np.float32), size)
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    total = 0
+    for name, (*rows, columns) in matrices(shape).items():
+        stored = (*rows, columns // values * size)
+        total += math.prod(stored)
+        writer.add_tensor_info(
+            f"{name}.weight", stored, np.dtype(np.uint8), math.prod(stored), kind
+        )
+    floats: dict[str, tuple[int, ...]] = dict.fromkeys(
+        routers(shape), (shape.experts, shape.hidden)
+    )
+    floats |= {name: (shape.hidden,) for name in norms(shape)}
+    for name, stored in floats.items():
+        num_bytes = 4 * math.prod(stored)
+        writer.add_tensor_info(f"{name}.weight", stored, np.dtype(np.float32), num_bytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     generator = np.random.default_rng(seed)
-    for name, (rows, columns) in matrices(shape).items():
+    for name, (*rows, columns) in matrices(shape).items():
         factor = 1.0 if exits is None else exits.factor(name, shape.hidden)
-        writer.write_tensor_data(random_blocks(format, rows, columns, generator, factor))
+        blocks = random_blocks(format, math.prod(rows), columns, generator, factor)
+        writer.write_tensor_data(blocks)
+    for _ in routers(shape):
+        router = generator.standard_normal((shape.experts, shape.hidden), np.float32)
+        writer.write_tensor_data(router * np.float32(_STD))
     for _ in norms(shape):
         writer.write_tensor_data(np.ones(shape.hidden, np.float32))
     writer.close()
-    return sum(rows * columns for rows, columns in sizes.values())
+    return total
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:

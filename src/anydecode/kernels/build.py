@@ -22,6 +22,12 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "cpu"
 
 _FLAGS = "-std=gnu11 -O3 -fPIC -ffp-contract=off -fno-math-errno -fvisibility=hidden -Wall".split()
+#: Flags with which the compiler may change sums and fuse products, so that results depend on the
+#: machine: `bench kernels --fast-math` compares.
+FAST_MATH_FLAGS = [
+    *(flag for flag in _FLAGS if flag != "-ffp-contract=off"),
+    *("-ffast-math", "-fno-finite-math-only", "-DANYDECODE_FAST_MATH"),
+]
 _AVX2 = "-mavx2 -mfma -mf16c".split()
 _AVX512 = "-mavx512f -mavx512vl -mavx512bw -mavx512vnni -mprefer-vector-width=256".split()
 _VARIANTS: dict[str, dict[str, list[str]]] = {

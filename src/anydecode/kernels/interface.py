@@ -90,8 +90,8 @@ class Weight:
     identify their targets. The values are multiplied by `scale`. `columns` has the scales of the
     inputs of PTQ161 (see `kernels/ptq161.py`); other formats have none. `order` is int32
     `[in_features]` where blocks hold the inputs in another order than theirs (GPTQ's act-order):
-    stored column j is that of the input `order[j]`. Only products of one matrix read such weights;
-    `formats.in_order` has the plain matrix.
+    stored column j is that of the input `order[j]`. Products of one matrix and experts read such
+    weights; `formats.in_order` has the plain matrix.
     """
 
     format: str

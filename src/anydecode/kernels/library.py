@@ -36,7 +36,7 @@ class Matrix(ctypes.Structure):
         ("out_features", c_int32),
         ("in_features", c_int32),
         ("scale", c_float),
-        ("columns", pointer),
+        *((name, pointer) for name in ("columns", "order")),
     ]
 
 
@@ -226,7 +226,7 @@ class Pass(ctypes.Structure):
         ("team", c_int32),
         ("drafting", pointer),
         *((name, pointer) for name in ("step_limits", "min_probabilities")),
-        *((name, pointer) for name in ("selected", "selected_rows")),
+        *((name, pointer) for name in ("selected", "selected_rows", "expert_reads")),
     ]
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,6 +87,20 @@ def thread_count(threads: int | None) -> int:
             " one per core"
         )
     return threads
+
+
+class ExpertReads(NamedTuple):
+    """What passes have read of the weights of experts.
+
+    Attributes:
+        experts: The experts that a row of a pass has chosen, in all layers and passes.
+        num_bytes: The bytes of their packed matrices: each pass reads those of an expert once.
+        num_stored: The bytes of the packed matrices of all experts, likewise.
+    """
+
+    experts: int
+    num_bytes: int
+    num_stored: int
 
 
 class _Buffers:
@@ -210,6 +224,8 @@ class NativeExecutor:
         self._pass.min_probabilities = address_of(self._min_probabilities)
         self._end_tokens: frozenset[int] | None = None
         self._table_arrays: Any = ((), (), ())
+        self._expert_reads = np.zeros(3, np.int64)
+        self._pass.expert_reads = address_of(self._expert_reads)
         sizes = ((shape.top_k or 0) * shape.num_selections for shape in self.program.shapes)
         self._num_selected = max(sizes, default=0)
         floats = self._scratch_floats()
@@ -282,6 +298,12 @@ class NativeExecutor:
     def kernels(self) -> str:
         """A name of the code that computes the passes; another build or variant has another."""
         return f"{self._library.variant} of {self._library.build}"
+
+    def take_expert_reads(self) -> ExpertReads:
+        """The weights of experts that the passes since the last call have read."""
+        reads = ExpertReads(*self._expert_reads.tolist())
+        self._expert_reads[:] = 0
+        return reads
 
     def _max_steps(self, rows: Rows, step_limits: list[int]) -> int:
         """The number of steps that a pass may have here; see `OutputSpec.step_limits`."""
@@ -689,6 +711,10 @@ class NativeExecutor:
         other = self._like(adapters=self._adapters)
         other._pass.team = team
         return other
+
+    def compiled_as(self, library: Library) -> NativeExecutor:
+        """An executor over the same packed weights and adapters with other kernels."""
+        return self._like(adapters=self._adapters, library=library)
 
     def _like(self, **changes: Any) -> NativeExecutor:
         """An executor of the same network over the same packed weights, with these options

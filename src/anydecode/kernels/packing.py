@@ -59,6 +59,11 @@ class Packer:
                 weight.free()
         return matrix
 
+    def packed_bytes(self, weight: Weight) -> int:
+        """The bytes of the packed matrix of a weight."""
+        matrix = self.pack(weight)
+        return -(-int(matrix.out_features) // GROUP) * int(matrix.group_bytes)
+
     def _pack(self, weight: Weight) -> Matrix:
         check_weight(weight)
         code = FORMAT_CODES[weight.format]
@@ -69,6 +74,7 @@ class Packer:
         matrix = Matrix(
             self._allocate(size), None if points is None else points.ctypes.data, group_bytes, code,
             weight.out_features, weight.in_features, weight.scale, self._columns(weight),
+            self._order(weight),
         )  # fmt: skip
         self._library.repack(ctypes.byref(matrix), address_of(data), data.strides[0], self._threads)
         release_mapped(weight.data)
@@ -80,7 +86,14 @@ class Packer:
         """The address of the order and the scales of the inputs of PTQ161; None for others."""
         if weight.columns is None:
             return None
-        table = ptq161.column_table(weight.columns)
+        return self._keep(ptq161.column_table(weight.columns))
+
+    def _order(self, weight: Weight) -> int | None:
+        """The address of the order of the stored inputs; None where it is theirs."""
+        return None if weight.order is None else self._keep(weight.order)
+
+    def _keep(self, table: np.ndarray) -> int:
+        """The address of an array that is kept as long as the matrices."""
         self._tables.append(table)
         self.num_bytes += table.nbytes
         return address_of(table)

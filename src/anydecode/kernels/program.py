@@ -97,7 +97,7 @@ class NativeBackend(Backend):
         """x in the form that a product with this weight, or one like it, reads."""
         if weight.format in FLOAT_FORMATS:
             return x
-        key = (x, b"" if weight.order is None else weight.order.tobytes())
+        key = (x, _order_bytes(weight))
         if key not in self._quantised:
             fields: dict[str, Any] = {}
             if weight.order is not None:
@@ -394,13 +394,17 @@ class NativeBackend(Backend):
         pointers = (ctypes.c_void_p * len(matrices))(*map(ctypes.addressof, matrices))
         self.keepalive.append(pointers)
         inner, width_out = gate[0].out_features, down[0].out_features
-        quantised = max(x.width, inner) // 32 * _BLOCK_FLOATS
+        has_two_orders = any(
+            _order_bytes(one) != _order_bytes(other) for one, other in zip(gate, up, strict=True)
+        )
+        quantised = max(x.width * (1 + has_two_orders), inner) // 32 * _BLOCK_FLOATS
         per_slot = 4 + x.width + 2 * inner + width_out + quantised
         count = len(gate) + routing.num_identity
         fields = {"groups": top_k, "count": count, **_activation_fields(activation)}
         fields["routing"] = self._keep_routing(weights, routing)
         fields["heads"] = int(any(w.format not in FLOAT_FORMATS for w in (*gate, *up)))
         fields["head_dim"] = int(any(w.format not in FLOAT_FORMATS for w in down))
+        fields["kv_heads"] = int(has_two_orders)
         adapted = any(weight.name in self.adapted for weight in weights.matrices)
         fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
@@ -506,6 +510,11 @@ def _cache_fields(layer: int, shape: Attention) -> dict[str, Any]:
         "index_dim": shape.index_dim or 0,
         "entry": shape.entry_size or 0,
     }
+
+
+def _order_bytes(weight: Weight) -> bytes:
+    """What tells the orders apart in which matrices store their inputs."""
+    return b"" if weight.order is None else weight.order.tobytes()
 
 
 def _activation_fields(activation: Activation) -> dict[str, Any]:

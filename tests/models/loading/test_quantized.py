@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 import quantized_parts
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import check_weight, dequantize, dequantize_rows, in_order
+from anydecode.kernels.formats import BLOCKS, check_weight, dequantize, dequantize_rows, in_order
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
 from anydecode.models.loading import load_checkpoint
@@ -197,18 +197,109 @@ def test_inputs_of_another_order_are_each_stored_once(tmp_path: Path) -> None:
             check_weight(replace(weight, order=order))
 
 
-def test_the_kernels_of_cuda_read_inputs_of_another_order_as_float16(tmp_path: Path) -> None:
+#: Each token runs through all experts, so that rounding changes no choice.
+EXPERTS = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 4, "model_type": "mixtral"}
+
+
+def experts() -> dict[str, np.ndarray]:
+    """The modules of a Mixtral's experts and their weights."""
+    generator = np.random.default_rng(7)
+    hidden, inner = SIZES["hidden_size"], SIZES["intermediate_size"]
+    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
+    return {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}": (
+            generator.standard_normal(shape, np.float32) * 0.1
+        )
+        for layer in range(2)
+        for expert in range(4)
+        for name, shape in shapes.items()
+    }
+
+
+def write_experts(folder: Path, case: Case, is_swapped: bool = False) -> tuple[Path, Path]:
+    """A Mixtral whose experts are in a tool's layout, and one with the numbers that it means. Each
+    matrix has its inputs in an order of its own, if they have one. With `is_swapped`, the first two
+    matrices of each expert have each other's."""
+    generator = np.random.default_rng(8)
+    quantized = others() | matrices_of_attention()
+    for layer in range(2):
+        router = generator.standard_normal((4, SIZES["hidden_size"]), np.float32)
+        quantized[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = router * 0.1
+    plain, options = dict(quantized), dict(case.options)
+    for seed, (module, matrix) in enumerate(experts().items()):
+        if "has_order" in options:
+            options["seed"] = seed
+        parts, plain[f"{module}.weight"] = case.write(matrix, **options)
+        quantized |= {f"{module}.{part}": array for part, array in parts.items()}
+    if is_swapped:
+        order = "g_idx" if case.settings["quant_method"] == "gptq" else "weight_g_idx"
+        for module in experts():
+            if module.endswith(".w1"):
+                one, other = f"{module}.{order}", f"{module[:-1]}3.{order}"
+                quantized[one], quantized[other] = quantized[other], quantized[one]
+    settings = {"quantization_config": case.settings}
+    one = write_folder(folder / "one", quantized, **EXPERTS, **settings)
+    return one, write_folder(folder / "two", plain, **EXPERTS)
+
+
+def matrices_of_attention() -> dict[str, np.ndarray]:
+    return {f"{name}.weight": x for name, x in matrices().items() if ".self_attn." in name}
+
+
+PACKED_EXPERTS = [
+    *("gptq", "gptq, order", "gptq, order, symmetric", "gptq 8 bits, order", "gptq 3 bits, order"),
+    *("packed int4", "packed int4, order", "packed int4, zero points", "packed int8", "mxfp4"),
+    *("nvfp4", "awq", "awq gemv", "hqq 4 bits", "hqq 3 bits", "bitsandbytes int8"),
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", PACKED_EXPERTS)
+def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
+    """In no more bytes than the same matrices outside of experts, an order of inputs included."""
+    if load_library() is None:
+        pytest.skip("the native kernels are not available here")
+    case = CASES[name]
+    one, two = write_experts(tmp_path, case)
+    reference = logits(built(load_checkpoint(two), executor=choose_executor("native")), chain(TEXT))
+    model = built(load_checkpoint(one), executor=choose_executor("native"))
+    found = [weight for weight in model.network.matrices() if ".experts." in weight.name]
+    assert len(found) == 24 and {weight.format for weight in found} == {case.format}
+    has_order = bool(case.options.get("has_order"))
+    assert all((weight.order is not None) == has_order for weight in found)
+    native = logits(model, chain(TEXT))
+    share = np.linalg.norm(native - reference) / np.linalg.norm(reference)
+    assert share < 0.03
+    size = model.executor.packer.num_bytes  # type: ignore[attr-defined]
+    plain = sum(x.nbytes for x in (*others().values(), *matrices_of_attention().values()))
+    values, block = BLOCKS[case.format]
+    codes = sum(x.size // values * block for x in experts().values())
+    orders = sum(4 * x.shape[1] for x in experts().values()) if has_order else 0
+    assert size < plain + 1.05 * codes + orders + 2**14  # routers, and what is padded
+    cache = model.new_cache(len(TEXT))
+    for position, token in enumerate(TEXT):  # the same bits one by one
+        assert np.array_equal(logits(model, chain([token], position), cache)[0], native[position])
+    if has_order:
+        swapped, _ = write_experts(tmp_path, case, is_swapped=True)
+        other = built(load_checkpoint(swapped), executor=choose_executor("native"))
+        difference = logits(other, chain(TEXT)) - reference
+        assert np.linalg.norm(difference) / np.linalg.norm(reference) > 0.1
+
+
+def test_the_kernels_of_cuda_read_inputs_in_another_order(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from anydecode.kernels.cuda.packing import pack
 
-    case = CASES["gptq, order"]
+    case = CASES["gptq, order, symmetric"]
     matrix = np.random.default_rng(2).standard_normal((32, 128), np.float32)
     tensors = {f"x.{name}": part for name, part in case.write(matrix, **case.options)[0].items()}
     folder = write_folder(tmp_path / "m", tensors, quantization_config=case.settings)
     weight = load_checkpoint(folder).tensors["x.weight"]
     assert isinstance(weight, Weight) and weight.order is not None
     packed = pack([weight], torch.device("cpu"))
-    assert np.array_equal(packed.codes.numpy(), dequantize(weight).astype(np.float16))
+    assert packed.bits == 4 and packed.order is not None
+    assert np.array_equal(packed.order.numpy(), weight.order)
+    assert packed.num_bytes < 32 * 128 * 0.6 + 128 * 8 + 1
 
 
 def test_the_kernels_of_cuda_read_numbers_of_bitsandbytes_as_bfloat16(tmp_path: Path) -> None:

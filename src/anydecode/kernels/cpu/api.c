@@ -92,6 +92,15 @@ static const Candidate candidates[] = {
     {&kernels_scalar, always},
 };
 
+/* Whether a variant's results are plain C's. Those of builds that change sums are no machine's. */
+static int is_usable(const Kernels *kernels) {
+#ifdef ANYDECODE_FAST_MATH
+  return kernels != NULL;
+#else
+  return kernels == &kernels_scalar || variants_agree(kernels, &kernels_scalar);
+#endif
+}
+
 /* Select the variant `name`, or the fastest one that this machine supports where it is NULL.
  * Returns the variant's name, or NULL where there is no such variant. `failed` receives the name of
  * a variant whose results differ from plain C's, or NULL. */
@@ -100,8 +109,7 @@ EXPORT const char *anydecode_choose(const char *name, const char **failed) {
   for (size_t i = 0; i < sizeof candidates / sizeof *candidates; i++) {
     const Kernels *kernels = candidates[i].kernels;
     if ((name && strcmp(name, kernels->name)) || !candidates[i].is_supported()) continue;
-    if (kernels == &kernels_scalar || variants_agree(kernels, &kernels_scalar))
-      return (chosen = kernels)->name;
+    if (is_usable(kernels)) return (chosen = kernels)->name;
     *failed = kernels->name;
   }
   return NULL;

@@ -9,6 +9,15 @@
 #include <math.h>
 #include <string.h>
 
+#ifdef ANYDECODE_FAST_MATH /* those of the C library */
+INLINE double portable_log(double x) { return log(x); }
+INLINE double portable_exp(double x) { return exp(x); }
+INLINE void sine_and_cosine(double x, double *sine, double *cosine) {
+  *sine = sin(x);
+  *cosine = cos(x);
+}
+#else
+
 /* log(2) and pi / 2 as sums. Products of the first parts with whole numbers up to 2^20 and 2^23 are
  * exact. */
 #define LOG2_HIGH 0x1.62e42feep-1
@@ -82,4 +91,5 @@ INLINE void sine_and_cosine(double x, double *sine, double *cosine) {
   *cosine = quarter == 1 || quarter == 2 ? -second : second;
 }
 
+#endif
 #endif

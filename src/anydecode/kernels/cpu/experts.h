@@ -16,7 +16,8 @@ typedef struct {
   float *group;             /* [groups], of one row */
   float *block;             /* [experts], 0 for those that a block may choose from, or -inf */
   float *x, *gate, *up, *y; /* [slots, ...] */
-  Activations *quantised;
+  Activations *quantised;    /* the inputs of gate matrices, then those of down matrices */
+  Activations *quantised_up; /* those of up matrices, which may be the same */
 } ExpertScratch;
 
 static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
@@ -37,6 +38,8 @@ static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   scratch.up = scratch.gate + slots * inner;
   scratch.y = scratch.up + slots * inner;
   scratch.quantised = (Activations *)(scratch.y + slots * op->width_out);
+  scratch.quantised_up = scratch.quantised;
+  if (op->kv_heads) scratch.quantised_up += slots * (op->width / QUANT_BLOCK);
   return scratch;
 }
 
@@ -243,6 +246,34 @@ static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
 /* The number of experts with matrices. */
 INLINE int num_matrices(const Op *op) { return op->count - op->routing->num_identity; }
 
+/* Add to the pass's sums what products with the experts of all slots read. */
+static void count_reads(const Pass *pass, const Op *op, const ExpertScratch *scratch) {
+  int kinds = op->routing->is_plain ? 2 : 3; /* of plain experts, gate and up are one */
+  for (int e = 0; e < num_matrices(op); e++) {
+    int64_t bytes = 0;
+    for (int kind = 3 - kinds; kind < 3; kind++) {
+      const Matrix *w = op->experts[kind * num_matrices(op) + e];
+      bytes += column_groups(w) * w->group_bytes;
+    }
+    pass->expert_reads[2] += bytes;
+    if (scratch->start[e] == scratch->start[e + 1]) continue;
+    pass->expert_reads[0]++;
+    pass->expert_reads[1] += bytes;
+  }
+}
+
+/* Quantise the inputs of slot `s`, which is of expert `e`, as its matrices store them. */
+static void quantise_slot(const Op *op, const ExpertScratch *scratch, int64_t s, int e) {
+  int64_t blocks = op->width / QUANT_BLOCK;
+  const float *x = scratch->x + s * op->width;
+  if (e >= num_matrices(op)) return;
+  quantise_inputs(x, op->experts[e]->order, op->width, scratch->quantised + s * blocks);
+  if (op->kv_heads) {
+    const int32_t *order = op->experts[num_matrices(op) + e]->order;
+    quantise_inputs(x, order, op->width, scratch->quantised_up + s * blocks);
+  }
+}
+
 static void expert_products(const Op *op, const ExpertScratch *scratch, int which, const float *x,
                             float *out, int part, int parts) {
   for (int e = 0; e < num_matrices(op); e++) {
@@ -254,7 +285,8 @@ static void expert_products(const Op *op, const ExpertScratch *scratch, int whic
     if (begin >= end) continue;
     const void *from = x + (int64_t)first * w->in_features;
     if (!reads_floats(w->format))
-      from = scratch->quantised + (int64_t)first * (w->in_features / QUANT_BLOCK);
+      from = (which == 1 ? scratch->quantised_up : scratch->quantised) +
+             (int64_t)first * (w->in_features / QUANT_BLOCK);
     const float *bias = op->routing->bias[which];
     if (bias) bias += (int64_t)e * w->out_features;
     linear_columns(w, from, row_units(w), rows, bias, out + (int64_t)first * w->out_features,
@@ -297,9 +329,10 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 }
 
 /* Run one part of one phase. Fields of op: groups = experts per row, count = number of experts,
- * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, layer =
- * index of its first matrix among the adapters' targets, or -1, x and y as for the activation.
- * Phases run in sequence; the first has one part. */
+ * heads = whether any gate or up matrix is quantised, head_dim = whether any down matrix is, kv_heads =
+ * whether any gate and up matrix of an expert store their inputs in different orders, layer = index of
+ * its first matrix among the adapters' targets, or -1, x and y as for the activation. Phases run in
+ * sequence; the first has one part. */
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertScratch scratch = expert_scratch(op, n, base);
@@ -318,13 +351,14 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
               scratch.expert + r * op->groups, scratch.weight + r * op->groups);
       }
       assign_slots(op, n, &scratch);
+      count_reads(pass, op, &scratch);
       break;
     case 1:
-      for (int s = first; s < last; s++) {
+      for (int s = first, e = 0; s < last; s++) {
         const float *from = x + (int64_t)scratch.row[s] * op->width;
         memcpy(scratch.x + (int64_t)s * op->width, from, (size_t)op->width * 4);
-        if (op->heads)
-          quantise_row(from, op->width, scratch.quantised + (int64_t)s * (op->width / QUANT_BLOCK));
+        while (scratch.start[e + 1] <= s) e++;
+        if (op->heads) quantise_slot(op, &scratch, s, e);
       }
       break;
     case 2:
@@ -346,8 +380,10 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         }
         if (op->routing->is_plain) activate(hidden, inner, op->activation, hidden);
         else gated(hidden, up, inner, op, hidden);
-        if (op->head_dim)
-          quantise_row(hidden, inner, scratch.quantised + s * (inner / QUANT_BLOCK));
+        if (op->head_dim) {
+          const int32_t *order = op->experts[2 * num_matrices(op) + scratch.expert[i]]->order;
+          quantise_inputs(hidden, order, inner, scratch.quantised + s * (inner / QUANT_BLOCK));
+        }
       }
       break;
     case 4: expert_products(op, &scratch, 2, scratch.gate, scratch.y, part, parts); break;

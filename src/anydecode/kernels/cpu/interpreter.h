@@ -137,11 +137,8 @@ static void run_row(const Step *s, int r) {
       rms_norm(a + from, op->width, op->groups, op->weight, op->count, op->x, out + from);
       break;
     case OP_QUANTISE:
-      if (op->weight) /* the order of a matrix's inputs */
-        quantise_ordered(a + from, (const int32_t *)op->weight, op->width,
-                         (Activations *)out + r * (wide / QUANT_BLOCK));
-      else
-        quantise_row(a + from, op->width, (Activations *)out + r * (wide / QUANT_BLOCK));
+      quantise_inputs(a + from, (const int32_t *)op->weight, op->width,
+                      (Activations *)out + r * (wide / QUANT_BLOCK));
       break;
     case OP_LORA:
       if (s->pass->adapters) run_lora(s, r);
@@ -327,7 +324,8 @@ static void linear(const Matrix *w, const float *x, int n, const float *bias, fl
   if (!reads_floats(w->format)) {
     Activations *quantised = (Activations *)scratch;
     for (int r = 0; r < n; r++)
-      quantise_row(x + (int64_t)r * w->in_features, w->in_features, quantised + r * blocks);
+      quantise_inputs(x + (int64_t)r * w->in_features, w->order, w->in_features,
+                      quantised + r * blocks);
     from = quantised;
   }
   linear_columns(w, from, row_units(w), n, bias, out, w->out_features, 0, column_groups(w));

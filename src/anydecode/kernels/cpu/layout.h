@@ -52,13 +52,15 @@ enum Error { OK, ERROR_TOKEN, ERROR_SLOT, ERROR_TABLE, ERROR_ADAPTER, ERROR_MEMO
 
 /* A matrix packed in groups of sixteen output columns, one per lane of a pair of vectors. Its values
  * are multiplied by `scale`. `grid`: the points of IQ1, IQ2 and IQ3 (see grids.h), or NULL. `columns`: of PTQ161, the
- * order of its inputs, those with signs first, and then their scales in bfloat16; else NULL. */
+ * order of its inputs, those with signs first, and then their scales in bfloat16; else NULL. `order`: which input each
+ * stored one is, [in_features]; NULL: they are in order. */
 typedef struct {
   const uint8_t *data, *grid;
   int64_t group_bytes;
   int32_t format, out_features, in_features;
   float scale;
   const uint16_t *columns;
+  const int32_t *order;
 } Matrix;
 
 typedef struct {
@@ -281,6 +283,9 @@ struct Pass {
    * `selected_rows` if it is not NULL. */
   int32_t *selected;
   const int32_t *selected_rows;
+  /* Result, added to: the experts that rows have chosen in all layers, the bytes of their matrices,
+   * and those of all experts of these layers. */
+  int64_t *expert_reads;
 };
 
 /* A block of 32 quantised activations: x = scale * q, scaled_sum = scale * (low + high). */

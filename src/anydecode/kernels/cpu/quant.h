@@ -190,9 +190,13 @@ static void quantise_row(const float *x, int width, Activations *out) {
   }
 }
 
-/* Quantise one row, whose numbers are taken in the order of these indices. */
-static void quantise_ordered(const float *x, const int32_t *order, int width, Activations *out) {
+/* Quantise one row, whose numbers are taken in the order of these indices; NULL: as they are. */
+static void quantise_inputs(const float *x, const int32_t *order, int width, Activations *out) {
   float block[QUANT_BLOCK];
+  if (!order) {
+    quantise_row(x, width, out);
+    return;
+  }
   for (int b = 0; b < width / QUANT_BLOCK; b++, order += QUANT_BLOCK) {
     for (int i = 0; i < QUANT_BLOCK; i++) block[i] = x[order[i]];
     quantise_row(block, QUANT_BLOCK, out + b);

@@ -23,7 +23,6 @@ from anydecode.kernels.formats import (
     MXFP4_VALUES,
     dequantize,
     e4m3,
-    in_order,
     plain_weight,
     ternary_codes,
 )
@@ -75,7 +74,8 @@ class Packed:
     `((code - zero) * scale + offset) * unit` with `codes` int8 `[out, padded]` or uint8
     `[out, padded / 2]`, `scale` and `offset` float16 `[out, padded / group]` and `unit` a power of
     two with which float16 can represent every scale of a format with super-blocks (to 11 bits; the
-    scales of the other formats are exact).
+    scales of the other formats are exact). `order` is int32 `[in_features]`: which input each
+    stored one is; None: they are in order.
     """
 
     out_features: int
@@ -88,6 +88,7 @@ class Packed:
     group: int = 32
     zero: int = 0
     unit: float = 1.0
+    order: torch.Tensor | None = None
 
     @property
     def padded(self) -> int:
@@ -101,8 +102,8 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and offsets."""
-        parts = (self.codes, self.scale, self.offset)
+        """Bytes of codes, scales, offsets and the order of the inputs."""
+        parts = (self.codes, self.scale, self.offset, self.order)
         return sum(p.numel() * p.element_size() for p in parts if p is not None)
 
     def rows(self, start: int, stop: int) -> Packed:
@@ -121,7 +122,7 @@ class Packed:
 
 
 def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -> Packed:
-    """Pack `weights` of the same format and width as one matrix.
+    """Pack `weights` of the same format, width and order of inputs as one matrix.
 
     Args:
         weights: The matrices, whose rows are concatenated.
@@ -142,10 +143,10 @@ def pack(weights: Sequence[Weight], device: torch.device, gated: bool = False) -
 
 
 def _packable(weight: Weight) -> Weight:
-    """The weight itself, or a plain one where the kernels lack its format or order of inputs."""
+    """The weight itself, or a plain one where the kernels lack its format."""
     if weight.format in BITSANDBYTES_VALUES:
         return plain_weight(dequantize(weight).astype(DTYPES["BF16"]), weight.name)
-    return in_order(weight)
+    return weight
 
 
 def _pack_blocks(
@@ -176,11 +177,12 @@ def _pack_blocks(
                     offsets.reshape(count, -1) * weight.scale
                 )
             row += count
-    unit = _unit(scale, offset)
+    unit, order = _unit(scale, offset), weights[0].order
     return Packed(
         rows, columns, bits, codes, Tile.of(tile_rows, padded, bits),
         (scale / unit).to(torch.float16),
         None if offset is None else (offset / unit).to(torch.float16), group, zero, unit,
+        None if order is None else as_tensor(order, device),
     )  # fmt: skip
 
 

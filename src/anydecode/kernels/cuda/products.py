@@ -284,6 +284,9 @@ def product(
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
+    if packed.order is not None:
+        x = x.index_select(1, packed.order)
+        norm = None if norm is None else norm.index_select(0, packed.order)
     target = out
     if tile.splits > 1:
         size = tile.splits * (2 if gated else 1)

@@ -258,7 +258,8 @@ class _ExpertReader:
             self._reader.first(f"{self._name}.{expert}.{name}" for name in _NAMES[kind])
             for expert in range(self._count)
         ]
-        return [self._reader.matrix(name, self._shapes[kind]) for name in names]
+        shape = self._shapes[kind]
+        return [self._reader.matrix(name, shape, keep_order=True) for name in names]
 
     def _stacks(self) -> ExpertWeights:
         """Experts stored as `[experts, 2 * inner, hidden]` and `[experts, hidden, inner]`, or

@@ -133,7 +133,8 @@ class TensorReader:
             alias: The name of the result; None means `name`.
             is_outer: Whether it is the embedding or the head.
             keep_format: Keep the stored format.
-            keep_order: Keep the stored order of the inputs, for a product of this matrix alone.
+            keep_order: Keep the stored order of the inputs, for a product of this matrix alone or
+                for experts.
             part: The matrix of a module with several.
         """
         tensor = self._read(f"{name}.{part}")
