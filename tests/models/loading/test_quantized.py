@@ -14,14 +14,21 @@ from safetensors.numpy import save_file
 
 import quantized_parts
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import BLOCKS, check_weight, dequantize, dequantize_rows, in_order
+from anydecode.kernels.formats import (
+    BLOCKS,
+    check_weight,
+    dequantize,
+    dequantize_rows,
+    in_order,
+    quantize,
+)
 from anydecode.kernels.interface import Weight
 from anydecode.kernels.library import load_library
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
 from gguf_models import write_folder
 from quantized_parts import CASES, Case
-from tiny_models import built, chain, logits
+from tiny_models import built, chain, checkpoint_of, hf_model, logits
 
 SIZES = {
     "vocab_size": 40,
@@ -284,6 +291,36 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
         other = built(load_checkpoint(swapped), executor=choose_executor("native"))
         difference = logits(other, chain(TEXT)) - reference
         assert np.linalg.norm(difference) / np.linalg.norm(reference) > 0.1
+
+
+def test_experts_of_gpt_oss_as_modules_keep_their_orders() -> None:
+    """Gate and up are rows of one matrix, which have one order."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "sliding_window": 8}
+    model = hf_model("GptOss", **sizes, num_local_experts=4, num_experts_per_tok=4)
+    stored, generator = checkpoint_of(model), np.random.default_rng(3)
+    expected = logits(built(stored), chain(TEXT))
+    for name in [name for name in stored.tensors if ".experts." in name]:
+        block, _, kind = name.rpartition(".")
+        stack = stored.tensors.pop(name)
+        assert isinstance(stack, np.ndarray)
+        for expert, part in enumerate(stack):
+            if kind.endswith("_bias"):
+                stored.tensors[f"{block}.{kind.removesuffix('_bias')}s.{expert}.bias"] = part
+                continue
+            order = generator.permutation(len(part)).astype(np.int32)
+            weight = replace(quantize(part.T[:, order], "Q8_0"), order=order)
+            stored.tensors[f"{block}.{kind}s.{expert}.weight"] = weight
+    packed = built(stored)
+    found = [weight for weight in packed.network.matrices() if ".experts." in weight.name]
+    assert len(found) == 3 * 4 * 3 and all(weight.order is not None for weight in found)
+    difference = logits(packed, chain(TEXT)) - expected
+    assert np.linalg.norm(difference) < 0.02 * np.linalg.norm(expected)
+    for tensor in stored.tensors.values():
+        if isinstance(tensor, Weight):
+            tensor.order = None
+    difference = logits(built(stored), chain(TEXT)) - expected
+    assert np.linalg.norm(difference) > 0.1 * np.linalg.norm(expected)
 
 
 def test_the_kernels_of_cuda_read_inputs_in_another_order(tmp_path: Path) -> None:

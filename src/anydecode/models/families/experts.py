@@ -293,13 +293,13 @@ class _ExpertReader:
         down: list[Weight] = []
         for expert in range(self._count):
             name, size = f"{self._name}.gate_up_projs.{expert}", (2 * self._inner, self._hidden)
-            fused = self._reader.matrix(name, size, keep_format=True)
+            fused = self._reader.matrix(name, size, keep_format=True, keep_order=True)
             for kind, parts, first in (("gate", gate, 0), ("up", up, 1)):
                 name, rows = f"{self._name}.{expert}.{kind}_proj", slice(first, None, 2)
                 parts.append(self._reader.convert(fused, name, rows=rows))
-            name = f"{self._name}.down_projs.{expert}"
+            name, shape = f"{self._name}.down_projs.{expert}", self._shapes["down"]
             alias = f"{self._name}.{expert}.down_proj"
-            down.append(self._reader.matrix(name, self._shapes["down"], alias=alias))
+            down.append(self._reader.matrix(name, shape, alias=alias, keep_order=True))
         return ExpertWeights(gate, up, down)
 
     def _packed_stacks(self) -> ExpertWeights:
