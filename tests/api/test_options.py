@@ -17,8 +17,10 @@ from anydecode import LLM
 from anydecode.api.options import GenerateOptions
 from anydecode.certification.checks import PROMPTS, scripted_llm
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.scripted import ScriptedModel
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
+from server_models import TemplateTokenizer
 
 METHODS = ("generate", "stream", "chat", "stream_chat")
 ASYNC_METHODS = ("agenerate", "astream", "achat", "astream_chat")
@@ -214,3 +216,18 @@ def test_embeddings_are_unit_vectors_of_their_own_text() -> None:
             llm.embed("")
         with pytest.raises(InvalidRequestError, match="no adapter is called 'x'"):
             llm.embed("a", adapter="x")
+
+
+def test_a_text_is_no_conversation() -> None:
+    message: Any = {"role": "user", "content": "x"}
+    tokenizer = TemplateTokenizer("{{ messages[0].role }}:{{ messages[0].content }}")
+    with LLM(ScriptedModel(seed=1), tokenizer=tokenizer) as llm:
+        for given in ("hi", message, ["hi"], [[message], "hi"]):
+            for name in ("chat", "stream_chat"):
+                if name == "stream_chat" and isinstance(given, list) and given != ["hi"]:
+                    continue  # which takes one conversation
+                with pytest.raises(InvalidRequestError, match="is no conversation: pass a list"):
+                    list(getattr(llm, name)(given, max_tokens=2))
+        assert llm.chat([message], max_tokens=2).text
+        first, second = llm.chat([[message], [message]], max_tokens=2)
+        assert first.text == second.text

@@ -689,7 +689,7 @@ def test_waiting_without_requests_is_an_error() -> None:
         ({"decoder": "no-such"}, "no decoding method"),
         ({"decoder": "prompt-lookup:size"}, "name=value"),
         ({"decoder": "prompt-lookup:sise=3"}, "sise"),
-        ({"colour": 1}, "no option is called colour; see `SamplingParams`"),
+        ({"colour": 1}, "no option is called colour; the fields of `SamplingParams` are options"),
         ({"temprature": 1}, "no option is called temprature; did you mean temperature"),
         (
             {"negative_promt": "x"},

@@ -61,7 +61,7 @@ from anydecode.engine.driver import Driver
 from anydecode.engine.engine import Engine
 from anydecode.engine.model_runner import ModelRunner
 from anydecode.engine.schedule import DecodesFirst, Schedule
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError, quoted
 from anydecode.kernels.cache import bytes_per_position
 from anydecode.kernels.pages import memory_bytes
 from anydecode.memory.pool import KVPool, new_cache
@@ -982,6 +982,8 @@ class LLM:
         self, messages: Messages | Seq[Messages], variables: Mapping[str, Any] | None
     ) -> list[int] | list[list[int]]:
         """The prompt of a conversation, or those of a batch of them."""
+        if isinstance(messages, (str, Mapping)):
+            raise _no_conversation(messages)
         conversations: Any = list(messages)
         if not conversations or isinstance(conversations[0], Mapping):
             return self._render_chat(conversations, variables)
@@ -990,8 +992,17 @@ class LLM:
     def _render_chat(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[int]:
         self.resources.check_generates()
         rendered: list[Any] = list(messages)
+        if any(isinstance(one, str) for one in rendered):
+            raise _no_conversation(messages)
         text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)
+
+
+def _no_conversation(given: object) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{quoted(given)} is no conversation: pass a list of messages, such as"
+        ' [{"role": "user", "content": "Hello"}], or a list of such lists'
+    )
 
 
 # `help` and notebooks show every option with its default.

@@ -82,7 +82,11 @@ def check_names(sampling: Iterable[str]) -> None:
     for name in sampling:
         if name not in SamplingOptions.__optional_keys__:
             close = get_close_matches(name, sorted(GenerateOptions.__optional_keys__), 1)
-            hint = f"; did you mean {close[0]}?" if close else "; see `SamplingParams`"
+            hint = (
+                f"; did you mean {close[0]}?"
+                if close
+                else "; the fields of `SamplingParams` are options, such as temperature=0.8"
+            )
             raise InvalidRequestError(f"no option is called {name}{hint}")
 
 

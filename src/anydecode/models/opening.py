@@ -489,6 +489,6 @@ def open_model(
 
         return HuggingFaceModel(model), None
     raise InvalidRequestError(
-        f"a {type(model).__name__} is no model: pass a name, a folder, a .gguf file, or a"
+        f"{type(model).__name__} is no kind of model: pass a name, a folder, a .gguf file, or a"
         " transformers causal model"
     )
