@@ -509,20 +509,11 @@ class Player:
             if "segment" in request and found[0] != "refused":
                 continue
             exact = found[0] == "refused" or is_exact(request)
-            if not exact and (found[0] == "out of memory" or self._reads_drafts(number)):
-                # A search that starts again may share less between its branches, and a method whose
-                # text depends on its drafts may have lost some: a drafter of states has none of
-                # cached positions.
-                continue
+            if not exact and found[0] == "out of memory":
+                continue  # a search that starts again may share less between its branches
             expected = self._expected(number)
             if found != expected:
                 self.fail(f"{found[0]} instead of {expected[0]}", number, f"{found}\n{expected}")
-
-    def _reads_drafts(self, number: int) -> bool:
-        """Whether a text that is not exact depends on drafts that others change."""
-        jobs = self.requests[number].jobs
-        is_lossy = "acceptance=" in self.scenario.requests[number]["decoder"]
-        return is_lossy or any(job.sequence.draft_states for job in jobs)
 
     def _expected(self, number: int) -> Outcome:
         request = self.scenario.requests[number]

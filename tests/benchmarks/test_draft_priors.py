@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import log
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from typer.testing import CliRunner
 from anydecode import LLM
 from anydecode.benchmarks.draft_priors import (
     DraftRates,
+    Searching,
     drafter_rounds,
     measure,
+    prediction_losses,
     saved_by_top_tokens,
+    searches,
     shared_bursts,
 )
 from anydecode.certification.oracles.speculative.auto import BatchCosts
@@ -21,7 +25,12 @@ from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.cli.main import app
 from anydecode.decoders.speculative.auto import Auto
-from anydecode.decoders.speculative.draft_sources import MATCH_LENGTHS, DraftRecord, ModelSource
+from anydecode.decoders.speculative.draft_sources import (
+    MATCH_LENGTHS,
+    PRIORS,
+    DraftRecord,
+    ModelSource,
+)
 from anydecode.kernels.library import load_library
 from anydecode.models.scripted import ByteTokenizer
 
@@ -75,8 +84,41 @@ def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
     found = json.loads(target.read_text())
     assert found["tokens"] == 8
-    for name in ("rates", "rounds", "company", "saved"):
+    for name in ("rates", "losses", "rounds", "company", "searches", "saved"):
         assert set(found[name]) == {"0.0", "0.8"}
+
+
+def test_losses_are_those_of_rates_known_before() -> None:
+    """Of a class whose prior is 0.17 and counts as 8 drafts, all are right: the second one is
+    expected with (8 * 0.17 + 1) / 9. A short memory follows rates that change."""
+    prior = 8 * PRIORS[True][0]
+    first, second = prior / 8, (prior + 1) / 9
+    found = prediction_losses([(0, True), (0, True)], is_greedy=True)
+    expected = -(log(first) + log(second)) / 2
+    assert list(found.values()) == pytest.approx([expected] * len(found))
+    changing = [(0, number // 100 % 2 == 0) for number in range(1000)]
+    assert [*found] == ["15.0", "30.0", "60.0", "120.0", "inf"]
+    losses = list(prediction_losses(changing, is_greedy=True).values())
+    assert losses == sorted(losses) and losses[-1] > 1.5 * losses[0]
+
+
+def test_rarer_searches_take_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong twin: `auto` that searches as often as it does by default."""
+    prompts = [list(b"one two three one two three one"), [97, 98]]
+    with tiny_llm() as llm:
+        llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
+        found = searches(llm, prompts, 64, 0.8)
+        calls = [one["calls"] for one in found.values()]
+        assert calls[0] == max(calls) and calls[-1] < 0.5 * calls[0]
+        assert found["1"]["calls"] == pytest.approx(found["1"]["passes"])
+        assert all(0 < one["drafted"] < 1 for one in found.values())
+
+        def by_default(self: Searching, is_greedy: bool) -> int:
+            self.num_bursts += 1
+            return Auto.max_multi_step(self, is_greedy)
+
+        monkeypatch.setattr(Searching, "max_multi_step", by_default)
+        assert len({one["calls"] for one in searches(llm, prompts, 64, 0.8).values()}) == 1
 
 
 def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:

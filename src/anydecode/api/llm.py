@@ -113,7 +113,7 @@ class LLM:
             ("self:int4,layers=10"). By default the drafter in this package for `model`, if there is
             one (see `open_shipped_draft`). "none" leaves it out, and the modules in the folder of
             `model` that a method may find there. A list opens several, which methods that route
-            between drafters use (`taps`); other methods use the first.
+            between drafters use (`taps`, `online-sd:route=true`); other methods use the first.
         cache: Format of the key-value cache: "float32", "float16", "bfloat16", "int8", "int4" or
             None (the backend's default). Methods that are token-exact give equal texts within one
             format.

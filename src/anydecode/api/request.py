@@ -47,7 +47,7 @@ from anydecode.scoring.prompt_embeds import (
     prefix_namespace,
 )
 from anydecode.scoring.ranked import RANKED
-from anydecode.scoring.sequence import DRAFT, TARGET, Sequence
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.scoring.state import StateKey
 
 log = logging.getLogger("anydecode")
@@ -358,18 +358,13 @@ class Request:
                 "negative_prompt has no effect without guidance; set guidance_scale"
             )
         draft_states = resources.draft_states(decoder.requirements)
-        # The first row that a drafter has not read reads states of so many positions before it.
-        lag = max((states.lag for states in draft_states.values()), default=0)
-        num_left_out = lag if DRAFT in decoder.requirements.runners else 0
         sequence = Sequence(
             prompt=self.prompt,
             sampler=sampler,
             tokenizers=dict(resources.tokenizers),
             noise=Noise(self.seed, stream_id(sample.number)),
             stop_checker=output_processor,
-            open_kv_cache=lambda runner, tokens: resources.open_kv_cache(
-                runner, tokens, key, num_left_out if runner == TARGET else 0
-            ),
+            open_kv_cache=lambda runner, tokens: resources.open_kv_cache(runner, tokens, key),
             pool_of=resources.pool_of,
             companion_prompts=[self.companion] * sampler.companions,
             compute_logprobs=self._compute_logprobs if params.logprobs is not None else None,
@@ -388,6 +383,8 @@ class Request:
             draft_states=draft_states,
             optional_runners=resources.optional_runners(decoder.requirements),
             draft_runners=resources.draft_runners(decoder.requirements),
+            always_drafts=DRAFT in decoder.requirements.runners or decoder.requirements.every_draft,
+            repeats_drafts=decoder.exactness != "token-exact",
         )
         if self.prompt_embeds:
             sequence.state[PROMPT_EMBEDS] = self.prompt_embeds

@@ -214,15 +214,14 @@ class Resources:
         return self.engine.runners[runner_name].pool
 
     def open_kv_cache(
-        self, runner_name: str, tokens: list[int], namespace: Hashable, num_left_out: int = 0
+        self, runner_name: str, tokens: list[int], namespace: Hashable
     ) -> SequenceCache:
         """A new sequence cache that begins with the longest cached prefix of `tokens` (without the
-        last token, which must be scored), less `num_left_out` positions."""
+        last token, which must be scored)."""
         runner = self.engine.runners[runner_name]
         kv_cache = SequenceCache(runner.pool)
         if self.prefix_cache and runner.model.spec.causal:
             slots = runner.prefixes.match(tokens[:-1], namespace, loads_later=True)
-            slots = slots[: max(0, len(slots) - num_left_out)]
             kv_cache.attach_prefix(slots, tokens[: len(slots)])
             kv_cache.num_cached = len(slots)
         return kv_cache

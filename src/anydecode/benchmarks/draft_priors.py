@@ -1,6 +1,7 @@
 """`anydecode bench draft-priors`: how often copies from the text and the model's own most probable
-tokens are right, what recording these saves, and what its drafter and drafts in company bring, on
-prompts and answers that the model writes itself.
+tokens are right, how well such rates predict, what recording the tokens saves, how often there is a
+draft, and what its drafter and drafts in company bring, on prompts and answers that the model
+writes itself.
 
 `auto`, `token-recycling` and `stand` begin with rates of these kinds.
 """
@@ -8,6 +9,7 @@ prompts and answers that the model writes itself.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from math import inf, log
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,7 +20,9 @@ from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.draft_sources import (
     MATCH_LENGTHS,
+    PRIORS,
     SHARED_PRIORS,
+    AcceptanceRates,
     SharedDrafts,
     class_of,
 )
@@ -26,7 +30,7 @@ from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
-from anydecode.scoring.sequence import DRAFT
+from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.training.generated import generate_prompts
 
 #: The ranks of token recycling's matrix.
@@ -35,6 +39,8 @@ NUM_RANKS = 8
 TEMPERATURES = (0.0, 0.8)
 #: Prompts that are answered together, for what drafts in company bring.
 TOGETHER = 4
+#: Numbers of observations that rates are averaged over, and of tokens between two searches.
+MEMORIES, LIMITS = (15.0, 30.0, 60.0, 120.0, inf), (1, 2, 4, 8, 16)
 
 
 class Rates:
@@ -61,12 +67,14 @@ class DraftRates:
         successors: Of the most probable tokens when the same two tokens were last scored, by rank,
             then of those when the same token was, where there was no such pair.
         ranks: Of the most probable tokens when the same token was last scored, by rank.
+        copied: The class of each copied token and whether it was right, in order.
     """
 
     def __init__(self) -> None:
         self.copies = Rates(len(MATCH_LENGTHS))
         self.successors = Rates(2 * NUM_SUCCESSORS)
         self.ranks = Rates(NUM_RANKS)
+        self.copied: list[tuple[int, bool]] = []
         self._pairs = Successors()
         self._singles: dict[int, list[int]] = {}
 
@@ -91,6 +99,7 @@ class DraftRates:
             is_hit = cursor.step(text)
             if is_hit is not None:
                 self.copies.record(class_of(length), is_hit)
+                self.copied.append((class_of(length), is_hit))
 
     def _read_successors(self, before: int, last: int, token: int, best: list[int]) -> None:
         for kind, is_hit in self._pairs.outcomes(before, last, token):
@@ -125,6 +134,20 @@ def measure(llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float) 
         top = [[one for one, _ in row.top] if row is not None else [] for row in found]
         rates.read(prompt, answer.tokens, top)
     return rates
+
+
+def prediction_losses(copied: Seq[tuple[int, bool]], is_greedy: bool) -> dict[str, float]:
+    """The mean log loss, in nats, of the rates that `auto` has of copies before each of them, by
+    the number of observations that they are averaged over."""
+    losses = {}
+    for memory in MEMORIES:
+        rates, total = AcceptanceRates(PRIORS[is_greedy], memory=memory), 0.0
+        for kind, hit in copied:
+            rate = rates.hits[kind] / rates.tries[kind]
+            total -= log(max(rate if hit else 1 - rate, 1e-9))
+            rates.record(kind, hit)
+        losses[str(memory)] = total / max(1, len(copied))
+    return losses
 
 
 def drafter_rounds(
@@ -197,6 +220,66 @@ def saved_by_top_tokens(
         counts.append(total)
     single, several = counts
     return 1 - single / several
+
+
+class Searching(Auto):
+    """`auto` that searches for drafts itself, at least once in `limit` tokens.
+
+    Attributes:
+        num_bursts: Number of searches without a draft.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(max_model_drafts=0)
+        self.limit, self.num_bursts = limit, 0
+
+    def drafts_in_bursts(self, sequence: Sequence) -> bool:
+        return False
+
+    def max_multi_step(self, is_greedy: bool) -> int:
+        self.num_bursts += 1
+        return self.limit
+
+    def multi_step_pays(self, pass_seconds: float, measures_calls: bool) -> bool:
+        return True
+
+
+def searches(
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
+) -> dict[str, dict[str, float]]:
+    """What `auto` without a drafter takes where it searches for drafts itself, by the maximum
+    number of tokens between two searches: passes and calls of the kernels per token, the time of
+    both in passes over one row, and the share of the tokens' passes that have a draft. Decoders and
+    caches are cleared before each prompt."""
+    found = {}
+    costs = llm.cost_model
+    for limit in LIMITS:
+        decoder, passes, calls, seconds, num_tokens = Searching(limit), 0, 0, 0.0, 0
+        num_bursts = 0
+        drafted: list[bool] = []
+        for prompt in prompts:
+            llm.clear()
+            decoder.clear()
+            answer = llm.generate(
+                list(prompt),
+                decoder=decoder,
+                max_tokens=tokens,
+                temperature=temperature,
+                seed=1,
+                trace=True,
+            )
+            host = costs.host_seconds(1) / costs.seconds(1, len(prompt) + tokens // 2)
+            steps = [len(step["drafted"]) > 0 for step in answer.trace or ()]
+            num_calls = 1 + sum(steps) + decoder.num_bursts - num_bursts  # one for the prompt
+            num_bursts = decoder.num_bursts
+            passes, calls = passes + answer.stats.passes, calls + num_calls
+            seconds += answer.stats.passes - (answer.stats.passes - num_calls) * host
+            num_tokens += answer.stats.num_tokens
+            drafted += steps
+        totals = {"passes": passes, "calls": calls, "time": seconds}
+        found[str(limit)] = {name: total / num_tokens for name, total in totals.items()}
+        found[str(limit)]["drafted"] = sum(drafted) / len(drafted)
+    return found
 
 
 class _EveryBurst(SharedDrafts):
@@ -278,6 +361,18 @@ def show(result: dict[str, Any]) -> None:
             f" {found['passes']} passes of an answer have a useful draft, of {found['drafts']:.2f}"
             f" tokens, {found['accepted']:.2f} of them accepted"
         )
+    for temperature, losses in result["losses"].items():
+        values = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
+        print(
+            f"T={temperature}: log loss of the rates of copies, by observations averaged: {values}"
+        )
+    for temperature, limits in result["searches"].items():
+        for limit, one in limits.items():
+            print(
+                f"T={temperature}: up to {limit} tokens between searches: {one['drafted']:.3f} of"
+                f" the passes have a draft; per token {one['passes']:.3f} passes in"
+                f" {one['calls']:.3f} calls, which take {one['time']:.3f} passes"
+            )
     for temperature, share in result["saved"].items():
         print(f"T={temperature}: recording top tokens saves {100 * share:.1f}% of the passes")
 
@@ -295,7 +390,8 @@ def bench_draft_priors(
 ) -> None:
     """Acceptance rates of drafts that need no model: copies by the length of the match, and the
     most probable tokens of earlier passes, in greedy and in sampled texts; what rounds with drafts
-    of the model's drafter bring, if it has one, and drafts in company; and the passes that
+    of the model's drafter bring, if it has one, and drafts in company; how well the rates of copies
+    predict; how often there is a draft, and what rarer searches for one take; and the passes that
     recording the most probable tokens saves. The model writes its prompts itself, every fourth of
     many lines.
 
@@ -305,18 +401,23 @@ def bench_draft_priors(
         texts = generate_prompts(llm, prompts, seed, has_long=True)
         if not texts:
             raise InvalidRequestError("the model wrote no prompt; give more --prompts")
+        found = {one: measure(llm, texts, tokens, one) for one in TEMPERATURES}
         result = {
             "model": llm.model.name,
             "prompts": len(texts),
             "tokens": tokens,
             "seed": seed,
-            "rates": {str(one): measure(llm, texts, tokens, one).summary() for one in TEMPERATURES},
+            "rates": {str(one): rates.summary() for one, rates in found.items()},
+            "losses": {
+                str(one): prediction_losses(rates.copied, one == 0) for one, rates in found.items()
+            },
             "rounds": {
                 str(one): drafter_rounds(llm, texts, tokens, one)
                 for one in TEMPERATURES
                 if DRAFT in llm.engine.runners
             },
             "company": {str(one): shared_bursts(llm, texts, tokens, one) for one in TEMPERATURES},
+            "searches": {str(one): searches(llm, texts, tokens, one) for one in TEMPERATURES},
             "saved": {
                 str(one): saved_by_top_tokens(llm, texts, tokens, one) for one in TEMPERATURES
             },

@@ -26,6 +26,10 @@ from anydecode.models.spec import StateSpec
 from anydecode.scoring.span import ChainSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT
 
+#: Maximum number of rows of one span whose states are kept for a drafter, which leaves earlier
+#: positions of a longer prompt out. Bounds the memory of a prompt's states.
+MAX_STATES = 2048
+
 
 class StateReader(Protocol):
     """A drafter that reads states: see `Transformer`."""

@@ -11,6 +11,7 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.interface import STORE_ONLY, BurstDrafter, BurstDrafts, Variant
 from anydecode.kernels.routes import Guide
 from anydecode.memory.sequence_cache import EarlyExitRows, SequenceCache
+from anydecode.scoring.draft_states import MAX_STATES
 from anydecode.scoring.prompt_embeds import PROMPT_EMBEDS
 from anydecode.scoring.score import MultiStep, ScoreRequest, Scores
 from anydecode.scoring.sequence_data import DRAFT, FURTHER_DRAFTS, TARGET, SequenceData
@@ -18,10 +19,6 @@ from anydecode.scoring.span import ChainSpan, CompletionSpan, MultiStepSpan, Spa
 from anydecode.scoring.tree import ROOT, TokenTree
 
 __all__ = ["DRAFT", "FURTHER_DRAFTS", "TARGET", "Sequence"]
-
-#: Maximum number of rows of one span whose states are kept for a drafter, which leaves earlier
-#: positions of a longer prompt out. Bounds the memory of a prompt's states.
-MAX_STATES = 2048
 
 
 class Sequence(SequenceData):
@@ -477,7 +474,14 @@ class Sequence(SequenceData):
         reading = [states for states in self.draft_states.values() if not states.is_paused]
         if reading:
             layers = {layer for states in reading for layer in states.layers}
-            span.state_layers, span.num_states = tuple(sorted(layers)), MAX_STATES
+            span.state_layers, span.num_states = tuple(sorted(layers)), self._num_states(span)
+
+    def _num_states(self, span: Span) -> int:
+        """Of how many last rows of a span the drafters get the states. Where the text depends on
+        the drafts, they get those of the whole answer again after a restart."""
+        if not self.repeats_drafts:
+            return MAX_STATES
+        return span.kv_cache.length + len(span) - max(0, len(self.prompt) - MAX_STATES)
 
     def _companion_spans(self, span: Span, chain_tokens: Seq[int]) -> list[Span]:
         if not isinstance(span, ChainSpan) or span.inputs is not None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from anydecode.memory.pool import KVPool
+from anydecode.memory.prefix import BLOCK
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import MAX_MODULES
 from anydecode.sampling.noise import Noise
 from anydecode.scoring.cost import DEFAULT_COSTS, CostModel
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftPolicy
-from anydecode.scoring.draft_states import DraftStates
+from anydecode.scoring.draft_states import MAX_STATES, DraftStates
 from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.state import SequenceState
 
@@ -30,6 +31,9 @@ AnySequence = TypeVar("AnySequence", bound="SequenceData")
 TARGET = "target"
 DRAFT = "draft"
 FURTHER_DRAFTS = tuple(f"{DRAFT}+{number}" for number in range(1, MAX_MODULES))
+#: Maximum number of cached positions that the target computes again for a drafter whose own cache
+#: lacks them, as it does those of an answer's last rounds.
+MAX_COMPUTED_AGAIN = 4 * BLOCK
 _ids = count()
 
 
@@ -100,6 +104,10 @@ class SequenceData:
         draft_states: What drafters read of the target's states, by model runner.
         optional_runners: The model runners, besides those that the decoder needs, that it can use.
         draft_runners: The model runners of all draft models, if the decoder uses every one.
+        always_drafts: Whether drafters that read the target's states draft in every round, so that
+            the target computes states again that their caches lack.
+        repeats_drafts: Whether the text depends on what is drafted, so that drafters must read the
+            same states whatever is cached.
         drafts_fit: Whether the memory holds the sequence with its drafts. The engine sets it to
             False when a sequence that runs alone has filled the memory, and starts it again.
         parent: The sequence that this is a branch of, or None.
@@ -137,6 +145,8 @@ class SequenceData:
     draft_states: dict[str, DraftStates] = field(default_factory=dict)
     optional_runners: tuple[str, ...] = ()
     draft_runners: tuple[str, ...] = ()
+    always_drafts: bool = False
+    repeats_drafts: bool = False
     drafts_fit: bool = True
     parent: SequenceData | None = None
     id: int = field(default_factory=lambda: next(_ids))
@@ -282,6 +292,8 @@ class SequenceData:
             draft_states={name: one.fork() for name, one in self.draft_states.items()},
             optional_runners=self.optional_runners,
             draft_runners=self.draft_runners,
+            always_drafts=self.always_drafts,
+            repeats_drafts=self.repeats_drafts,
             parent=self,
         )
         for runner, kv_caches in self._kv_caches.items():
@@ -360,9 +372,12 @@ class SequenceData:
     def can_draft(self) -> bool:
         """Whether there is memory for drafts, and the target's states are known that the drafters
         read, if they read some."""
-        return self.root.drafts_fit and all(
-            states.can_draft(self.length) for states in self.draft_states.values()
-        )
+        return self.root.drafts_fit and self.knows_draft_states
+
+    @property
+    def knows_draft_states(self) -> bool:
+        """Whether the target's states are known that the drafters read first."""
+        return all(states.can_draft(self.length) for states in self.draft_states.values())
 
     def is_open(self, runner: str) -> bool:
         return runner in self._kv_caches
@@ -377,10 +392,36 @@ class SequenceData:
             prompts = [self.prompt]
             if runner == TARGET:
                 prompts += self.companion_prompts
-            self._kv_caches[runner] = [
-                self.open_kv_cache(runner, prompt + self.tokens) for prompt in prompts
-            ]
+            opened = [self.open_kv_cache(runner, prompt + self.tokens) for prompt in prompts]
+            num_usable = self._num_usable(runner, opened[0].length)
+            if num_usable < opened[0].length:
+                opened[0].truncate(num_usable)
+            self._kv_caches[runner] = opened
         return self._kv_caches[runner]
+
+    def _num_usable(self, runner: str, num_cached: int) -> int:
+        """The number of the first cached positions that a new cache of `runner` uses. The target
+        computes again what a drafter reads first behind the positions that its own cache has: where
+        the text depends on the drafts, all of it, else up to `MAX_COMPUTED_AGAIN` positions. A
+        drafter with more unread ones leaves them out (`DraftStates.skip`).
+
+        Args:
+            runner: The model runner.
+            num_cached: The number of positions that its prefix cache has.
+        """
+        states = self.draft_states
+        if not states or not (self.always_drafts or self.repeats_drafts):
+            return num_cached
+        if self.repeats_drafts and self.length > MAX_STATES and runner in (TARGET, *states):
+            return 0  # without a cache, a drafter reads the states of the last positions alone
+        if runner != TARGET:
+            return num_cached
+        num_read = min(num_cached, *(self.kv_cache(name).length for name in states))
+        if num_cached - num_read > MAX_COMPUTED_AGAIN and not self.repeats_drafts:
+            num_read = num_cached
+        lag = max(one.lag for one in states.values())
+        stride = max(one.stride for one in states.values())
+        return max(0, min(num_read - lag, self.length - 1 - stride))  # so that it can draft at once
 
     def _tokens_from(self, position: int) -> list[int]:
         if position >= len(self.prompt):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode.api.resources import Resources
 from anydecode.certification.oracles.speculative import mtp as oracle
 from anydecode.certification.tiny import with_drafter
 from anydecode.certification.tiny_heads import mtp_checkpoint
@@ -19,6 +18,7 @@ from anydecode.models.spec import StateSpec
 from anydecode.models.states import StateWeights
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
+from anydecode.scoring.sequence import Sequence
 from certificates import assert_certified, assert_rejected, replace_defaults, replace_method
 from drafted_texts import (
     CONDITIONS,
@@ -157,8 +157,8 @@ def test_turns_of_a_chat_leave_no_position_out(
     """Wrong twin: the target takes all of a prefix from its cache, and the first rows behind it
     have no states."""
     assert_turns_leave_no_position_out(monkeypatch, drafter, "mtp", lags)
-    opened = Resources.open_kv_cache
-    monkeypatch.setattr(Resources, "open_kv_cache", lambda *given: opened(*given[:4]))
+    never = property(lambda self: False, lambda self, value: None)
+    monkeypatch.setattr(Sequence, "always_drafts", never, raising=False)
     with pytest.raises(AssertionError):
         assert_turns_leave_no_position_out(monkeypatch, drafter, "mtp", lags)
 

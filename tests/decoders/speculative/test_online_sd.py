@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from anydecode.api.llm import LLM
+from anydecode.certification.checks import Restarts
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.rounds import scripted
 from anydecode.certification.tiny import tiny_model
+from anydecode.decoders.speculative import routed_drafters
 from anydecode.decoders.speculative.draft_correction import Correction
 from anydecode.decoders.speculative.online_sd import OnlineDrafter
 from anydecode.decoders.speculative.rejected_drafts import (
@@ -19,6 +21,7 @@ from anydecode.decoders.speculative.rejected_drafts import (
     WeightUpdates,
     cross_entropy,
 )
+from anydecode.decoders.speculative.routed_drafters import RoutedDrafter
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.gradients import Tape, Variable
@@ -77,6 +80,38 @@ def test_certificate_rejects_attention_without_its_gradient(
 def test_certificate_rejects_weights_that_are_never_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightUpdates, "reset", lambda self: None)
     assert_rejected("online-sd")
+
+
+def test_certificate_rejects_routing_by_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_drafters, "NUM_COMPARED", 10**6)
+    assert_rejected("online-sd")
+
+
+def test_certificate_rejects_the_first_of_several_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = RoutedDrafter.of
+    monkeypatch.setattr(RoutedDrafter, "of", lambda self, runner: of(self, "draft"))
+    assert_rejected("online-sd")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_routed_requests_have_the_text_of_plain_decoding(temperature: float) -> None:
+    """In company, beside requests for one of the draft models, and after a preemption."""
+    drafts = [tiny_model(layers=1, seed=seed) for seed in (1, 2)]
+    prompts = ["the cat", "a quick zebra", "zq", "z"]
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+    with LLM(tiny_model(layers=2), tokenizer=ByteTokenizer(), draft=drafts) as llm:
+        plain = llm.generate(prompts, decoder="autoregressive", ignore_eos=True, **options)
+        with Restarts(llm.engine, 1, 0.2):
+            for _ in range(2):
+                drafted = llm.generate(
+                    prompts, decoder="online-sd:route=true", ignore_eos=True, **options
+                )
+                assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+def test_routing_needs_several_draft_models() -> None:
+    with scripted(TARGET, TARGET) as llm, pytest.raises(AnydecodeError, match="give several"):
+        llm.generate("abc", decoder="online-sd:route=true")
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -135,7 +135,7 @@ def test_other_methods_use_the_first_draft_model() -> None:
         ("taps:drafters=eagle", 1, "taps has 1 drafter"),
         ("taps:drafters=eagle+suffix", 0, "taps has 1 drafter"),
         ("taps:drafters=eagle+medusa", 2, "one method with a draft model"),
-        ("taps:drafters=online-sd+suffix", 2, "one draft model only"),
+        ("taps:drafters=rapid+suffix", 2, "one draft model only"),
     ],
 )
 def test_refusals(decoder: str, drafts: int, message: str) -> None:

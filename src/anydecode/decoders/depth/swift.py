@@ -19,7 +19,13 @@ from anydecode.decoders.framework.rejection import (
     TREE_NOISE,
     acceptance_rule,
 )
-from anydecode.decoders.framework.speculation import Drafter, DraftSession, Proposal, Speculative
+from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
+    Drafter,
+    DraftSession,
+    Proposal,
+    Speculative,
+)
 from anydecode.decoders.framework.variants import check_variant
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import SkippedParts
@@ -183,6 +189,7 @@ def _branch(sequence: Sequence) -> Iterator[Sequence]:
             "no draft exceeds the limit of tokens or goes on behind a token that ends the text",
             "the window has 32 tokens, as by default in the released code, whose script has 50 and"
             " a score of .93 that ends the search",
+            LEARNS_ALONE,
         ),
         remote={
             "size": Range(1, 64),

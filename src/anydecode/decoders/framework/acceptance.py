@@ -89,6 +89,11 @@ class TokenExact(StepAcceptance):
         return tree.child(node, token), token
 
 
+def is_token_exact(rule: Acceptance | None) -> bool:
+    """Whether no text under a rule depends on what is drafted; None stands for `TokenExact`."""
+    return rule is None or isinstance(rule, TokenExact)
+
+
 class ThresholdAcceptance(Acceptance):
     """A lossy rule that accepts each draft by the target's probability of it. The longest path of
     accepted drafts is kept, the most probable one among equals, and one sampled token follows it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -30,6 +30,10 @@ class BoundedTable(OrderedDict[K, V]):
         self.move_to_end(key)
         if len(self) > self.max_entries:
             self.popitem(last=False)
+
+    def __reduce__(self) -> Any:
+        sizes = self.max_entries * self.entry_bytes, self.entry_bytes
+        return type(self), sizes, None, None, iter(self.items())
 
     @property
     def num_bytes(self) -> int:

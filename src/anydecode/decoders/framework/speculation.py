@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, TypeVar
@@ -16,7 +17,12 @@ import numpy as np
 
 from anydecode.constraints.drafts import constraint_state, forced_draft, pruned
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.acceptance import (
+    Acceptance,
+    AcceptanceResult,
+    TokenExact,
+    is_token_exact,
+)
 from anydecode.decoders.framework.draft_time import counted
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.scoring.draft_policy import OWN_DRAFTS, DraftShare
@@ -30,6 +36,11 @@ from anydecode.scoring.tree import ROOT, TokenTree
 MAX_FORCED = 64
 #: Maximum number of tokens that are generated before a request asks again whether to draft.
 MAX_UNDRAFTED = 8
+#: What a drafter learns under other rules, for cards.
+LEARNS_ALONE = (
+    "with another acceptance rule than token-exact, whose texts depend on the drafts, a request's"
+    " drafter learns from that request alone, so that its text is the same in any company"
+)
 
 Value = TypeVar("Value")
 #: A generator that may yield score requests and returns the draft tree.
@@ -180,7 +191,8 @@ class TextDraftSession(DraftSession):
 
 
 class Drafter(ABC):
-    """Proposes token trees. State learned across requests is kept here; `clear` resets it."""
+    """Proposes token trees. State learned across requests is kept here; `clear` resets it. Where
+    the text depends on what is drafted, each request has a copy of its own (`copy.deepcopy`)."""
 
     requirements: Requirements = Requirements()
     #: Whether it learns from all rows of its own tree, so that a constraint must not prune the
@@ -252,7 +264,7 @@ def draft_share(sequence: Sequence, source: object, acceptance: Acceptance) -> D
         source: What drafts for it, and for other requests.
         acceptance: Its acceptance rule.
     """
-    policy = sequence.draft_policy if isinstance(acceptance, TokenExact) else OWN_DRAFTS
+    policy = sequence.draft_policy if is_token_exact(acceptance) else OWN_DRAFTS
     return policy.open(sequence, source)
 
 
@@ -261,7 +273,8 @@ def carried(
 ) -> Value:
     """What a decoder knows of its drafts beside the text: what `make` returns. Where the text
     depends on what is drafted, it is kept while the sequence is preempted, so that the text is that
-    without a preemption. `SequenceState.discard` it when the text has ended.
+    without a preemption; a decoder around this one that begins with another branch of the text has
+    a new one. `SequenceState.discard` it when the text has ended.
 
     Args:
         sequence: The sequence.
@@ -269,10 +282,11 @@ def carried(
         acceptance: The acceptance rule.
         make: Makes it for a new sequence.
     """
-    if isinstance(acceptance, TokenExact):
+    if is_token_exact(acceptance):
         return make()
-    if key not in sequence.state:
-        sequence.state[key] = make()
+    owner: StateKey[int] = StateKey(key.owner, f"{key.name}: sequence")
+    if key not in sequence.state or sequence.state.get(owner) != sequence.id:
+        sequence.state[key], sequence.state[owner] = make(), sequence.id
     return sequence.state[key]
 
 
@@ -347,7 +361,7 @@ class Speculative(Decoder):
             )
         self._budget = budget
         # Rules that compare samples with the draft distribution must see every draft.
-        self._is_token_exact = isinstance(self.acceptance, TokenExact)
+        self._is_token_exact = is_token_exact(self.acceptance)
 
     @property
     def num_bytes(self) -> int:
@@ -361,13 +375,19 @@ class Speculative(Decoder):
         self.drafter.prepare(sequence)
         self.acceptance.prepare(sequence)
 
+    def _open(self, sequence: Sequence) -> tuple[DraftSession, DraftBudget]:
+        """The draft session and budget of one sequence. Where the text depends on what is drafted,
+        the drafter is a copy of the one that has learned nothing, so that the text does not depend
+        on other requests."""
+        drafter = self.drafter if self._is_token_exact else deepcopy(self.drafter)
+        return drafter.open(sequence), self.budget(sequence)
+
     def decode(self, sequence: Sequence) -> Decoding:
-        session, budget = carried(
-            sequence,
-            _STATE,
-            self.acceptance,
-            lambda: (self.drafter.open(sequence), self.budget(sequence)),
-        )
+        session, budget = carried(sequence, _STATE, self.acceptance, lambda: self._open(sequence))
+        if not self._is_token_exact and sequence.tokens and not sequence.knows_draft_states:
+            unscored = sequence.unscored()
+            if len(unscored) > 1:  # after a restart: drafts are to be those without it
+                yield sequence.score(unscored[:-1], samples=False)
         with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, budget, share)

@@ -18,6 +18,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
     Drafter,
     DraftSession,
     SpeculationRound,
@@ -193,6 +194,7 @@ class _Session(TextDraftSession):
             "the constants of the search are MuZero's, since the paper does not state its own",
             "the entries of the table that were stored longest ago are dropped where it would"
             " exceed `memory` bytes",
+            LEARNS_ALONE,
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={

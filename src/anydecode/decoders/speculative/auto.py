@@ -84,9 +84,10 @@ DEFAULT_CALL_SECONDS = 0.0005
 #: Passes in the first burst of a text. Each further burst may have twice as many, up to as many as
 #: the engine allows: the chances of drafts do not change within a burst.
 FIRST_BURST_PASSES = 4
-#: Initial frequency of passes with a draft, in greedy and in sampled texts, and the number of
-#: tokens over which it is averaged. As many tokens as lie between two drafts, on average, are
-#: generated in one multi-step burst, up to `MAX_MULTI_STEP`.
+#: Outside bursts with drafts of the backend, as many tokens as lie between two drafts, on average,
+#: are generated in one multi-step burst, up to `MAX_MULTI_STEP`: in greedy and in sampled texts,
+#: the initial frequency of passes with a draft, the number of tokens over which it is averaged,
+#: and the limit. `anydecode bench draft-priors` prints the frequency, and what each limit takes.
 DRAFT_FREQUENCY = {True: 0.25, False: 0.1}
 FREQUENCY_WINDOW = 16
 MAX_MULTI_STEP = {True: 4, False: 8}
@@ -148,7 +149,7 @@ class _Session:
         self._allows_multi_step = sequence.end_tokens is not None
         self._max_burst_passes = FIRST_BURST_PASSES
         self._drafts_in_bursts = (
-            sequence.drafts_in_bursts
+            decoder.drafts_in_bursts(sequence)
             and self.width == 1
             and sequence.samples_in_passes
             and (self.model is None or self.model.drafts_in_bursts)
@@ -307,7 +308,7 @@ class _Session:
         if len(tree) or self._awaits_states or not self._can_multi_step():
             return 0
         if self.sequence.tokens:
-            limit = MAX_MULTI_STEP[self.sequence.sampler.is_greedy]
+            limit = self._decoder.max_multi_step(self.sequence.sampler.is_greedy)
             self._num_undrafted = int(1 / max(self._draft_frequency, 1 / limit))
         return self._num_undrafted
 
@@ -802,6 +803,15 @@ class Auto(Decoder):
         if measures_calls and not self.num_calls:
             return True
         return SAVED_BY_TOP_TOKENS * pass_seconds < self.call_seconds
+
+    def drafts_in_bursts(self, sequence: Sequence) -> bool:
+        """Whether the backend drafts for a sequence in multi-step bursts, if nothing else speaks
+        against it."""
+        return sequence.drafts_in_bursts
+
+    def max_multi_step(self, is_greedy: bool) -> int:
+        """The maximum number of tokens between two searches for a draft outside such bursts."""
+        return MAX_MULTI_STEP[is_greedy]
 
     @property
     def shares_bursts(self) -> bool:

@@ -47,7 +47,8 @@ ROUND_PRIORS = {True: (1.95, 0.98, 0.12, 0.07), False: (1.16, 0.56, 0.1, 0.07)}
 #: from the same command.
 SHARED_PRIORS = {True: (0.18, 1.85, 1.13), False: (0.07, 1.17, 0.34)}
 PRIOR_WEIGHT = 8.0
-#: Number of recent observations that a rate is averaged over.
+#: Number of recent observations that a rate is averaged over. `anydecode bench draft-priors` prints
+#: how well rates of several such numbers predict.
 RATE_MEMORY = 60.0
 #: Depths of a draft model's chain whose tokens have acceptance rates of their own; greater ones
 #: have those of the last one.
@@ -71,7 +72,8 @@ READ_RATE = 0.2
 #: Weights of a burst in company in the averages of what drafts bring in them, and in that of the
 #: time of preparing them, if it took longer, which may include other work of the machine, or less.
 BURST_RATE, SLOWER_RATE, FASTER_RATE = 0.02, 0.1, 0.5
-#: Number of standard errors subtracted from a rate to get its lower bound.
+#: Number of standard errors subtracted from a rate to get its lower bound: a plain choice. By the
+#: normal approximation, the rate is above it with a probability of 0.69.
 NUM_STANDARD_ERRORS = 0.5
 
 
@@ -114,11 +116,22 @@ def burst_path(draft: Seq[int], sibling: int | None, tokens: Seq[int]) -> list[i
 class AcceptanceRates:
     """Acceptance rates by kind of draft; old observations decay.
 
+    Args:
+        prior: The first rate of each kind.
+        weight: The number of observations that these count for.
+        memory: The number of recent observations that a rate is averaged over.
+
     Attributes:
         bounds: The lower bound of each kind's rate (`__getitem__`).
     """
 
-    def __init__(self, prior: Iterable[float], weight: float = PRIOR_WEIGHT) -> None:
+    def __init__(
+        self,
+        prior: Iterable[float],
+        weight: float = PRIOR_WEIGHT,
+        memory: float = RATE_MEMORY,
+    ) -> None:
+        self.memory = memory
         self.hits = [rate * weight for rate in prior]
         self.tries = [weight] * len(self.hits)
         self.bounds = [self._bound(kind) for kind in range(len(self.hits))]
@@ -130,8 +143,8 @@ class AcceptanceRates:
 
     def record(self, kind: int, hit: bool) -> None:
         """Record whether a draft of this kind was right."""
-        if self.tries[kind] >= RATE_MEMORY:
-            self.hits[kind] *= 1 - 1 / RATE_MEMORY
+        if self.tries[kind] >= self.memory:
+            self.hits[kind] *= 1 - 1 / self.memory
             self.tries[kind] -= 1
         self.hits[kind] += hit
         self.tries[kind] += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from anydecode import catalogue
-from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.speculation import (
     Drafter,
     SpeculationRound,
@@ -84,7 +84,7 @@ def chain_drafter(choice: str, rule: Acceptance | None = None) -> Drafter:
         raise InvalidRequestError(
             f"{choice!r} only drafts here: give acceptance= to the method that verifies"
         )
-    if rule is None or isinstance(rule, TokenExact):
+    if is_token_exact(rule):
         method: Speculative = catalogue.build_as(choice, expected, Speculative)
         return method.drafter
     catalogue.check_kind(key, expected, Speculative)

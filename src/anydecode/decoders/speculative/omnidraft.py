@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.bounded_table import BoundedTable
 from anydecode.decoders.framework.draft_candidates import draft_token
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
@@ -98,6 +97,43 @@ class Translation:
         return tokens
 
 
+@dataclass(frozen=True, eq=False)
+class DirectTokens:
+    """The draft tokens that have the bytes of a target token. It is never changed, so that copies
+    of a drafter share it.
+
+    Attributes:
+        by_bytes: Every target token by its bytes.
+        drafts: The draft tokens, int64 `[n]`.
+        targets: Their translations, int64 `[n]`.
+        drafts_of: Draft tokens by their translations.
+    """
+
+    by_bytes: dict[bytes, int]
+    drafts: np.ndarray
+    targets: np.ndarray
+    drafts_of: dict[int, int]
+
+    @staticmethod
+    def of(target: Tokenizer, draft: Tokenizer) -> DirectTokens:
+        """Those of two tokenizers."""
+        by_bytes: dict[bytes, int] = {}
+        for token in range(target.vocab_size):
+            if text := target.token_bytes(token):
+                by_bytes.setdefault(text, token)
+        pairs = [
+            (token, by_bytes[text])
+            for token in range(draft.vocab_size)
+            if (text := draft.token_bytes(token)) in by_bytes and not draft.is_special(token)
+        ]
+        found = np.array(pairs, np.int64).reshape(-1, 2)
+        drafts_of = {target: draft for draft, target in pairs}
+        return DirectTokens(by_bytes, found[:, 0], found[:, 1], drafts_of)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DirectTokens:
+        return self
+
+
 @dataclass(eq=False)
 class Lesson:
     """A verified draft token: the draft model's last hidden state `[hidden_size]` and logits
@@ -140,11 +176,12 @@ class OmniDrafter(Drafter):
     """Drafts chains with a draft model that has its own tokenizer, plus a `Correction` that is
     trained on verified drafts with the learning rate `rate` (0: never). Training runs when a
     request has ended and at least `batch` lessons are stored. The cache of spellings is kept for
-    later requests.
+    later requests. Where the text depends on what is drafted, both belong to one request, whose
+    correction is trained while it runs.
 
     Drafting stops when the probability of a rejection exceeds `bound`: 1 minus the product of the
     predictions of a head (SpecDec++) for the drafts that have been fed, which is trained beside the
-    correction.
+    correction between requests.
 
     Drafts share the target's noise, unless `rule` reads probabilities: it takes them for chosen
     tokens."""
@@ -166,18 +203,17 @@ class OmniDrafter(Drafter):
             raise InvalidRequestError(f"bound is {bound}; omnidraft needs 0 < bound <= 1")
         self.rate = rate
         self.bound = bound
-        self.online = OnlineHead(HEAD_RATE if rate else 0.0)
+        self.learns_alone = not is_token_exact(rule)
+        self.online = OnlineHead(HEAD_RATE if rate and not self.learns_alone else 0.0)
         self.batch = batch
         self.steps = steps
         self.memory = memory
         self.shares_noise = rule is None or not rule.reads_probabilities
+        self.direct: DirectTokens | None = None
         self.clear()
 
     def clear(self) -> None:
         self.translation = Translation()
-        #: Draft tokens with direct translations, and these.
-        self.direct_drafts = self.direct_targets = np.empty(0, np.int64)
-        self.drafts_of: dict[int, int] = {}  # draft tokens by their direct translations
         self.lessons: list[Lesson] = []
         self.correction: Correction | None = None
         self.online.clear()
@@ -193,24 +229,15 @@ class OmniDrafter(Drafter):
         added = 0 if self.correction is None else self.correction.num_bytes
         return self.translation.runs.num_bytes + lessons + added + self.online.num_bytes
 
-    def open(self, sequence: Sequence) -> DraftSession:
-        if not self.translation.direct:
-            self._find_direct(sequence.tokenizers[TARGET], sequence.tokenizers[DRAFT])
-        return _Session(sequence, self)
+    def prepare(self, sequence: Sequence) -> None:
+        if self.direct is None:
+            tokenizers = sequence.tokenizers
+            self.direct = DirectTokens.of(tokenizers[TARGET], tokenizers[DRAFT])
 
-    def _find_direct(self, target: Any, draft: Any) -> None:
-        direct = self.translation.direct
-        for token in range(target.vocab_size):
-            if text := target.token_bytes(token):
-                direct.setdefault(text, token)
-        pairs = [
-            (token, direct[text])
-            for token in range(draft.vocab_size)
-            if (text := draft.token_bytes(token)) in direct and not draft.is_special(token)
-        ]
-        found = np.array(pairs, np.int64).reshape(-1, 2)
-        self.direct_drafts, self.direct_targets = found[:, 0], found[:, 1]
-        self.drafts_of = {target: draft for draft, target in pairs}
+    def open(self, sequence: Sequence) -> DraftSession:
+        assert self.direct is not None, "found by `prepare`"
+        self.translation.direct = self.direct.by_bytes
+        return _Session(sequence, self, self.direct)
 
     def add(self, lessons: list[Lesson]) -> None:
         """Store lessons; the last `memory` are kept."""
@@ -227,14 +254,16 @@ class OmniDrafter(Drafter):
             self.correction = Correction(*sizes, RANK, self.rate)
         hidden = np.stack([lesson.hidden for lesson in lessons])
         logits = np.stack([lesson.logits for lesson in lessons])
-        self.correction.train(hidden, logits, hybrid_loss(lessons, self.direct_drafts), self.steps)
+        assert self.direct is not None, "there are lessons"
+        self.correction.train(hidden, logits, hybrid_loss(lessons, self.direct.drafts), self.steps)
         self.lessons = []
 
 
 class _Session(DraftSession):
-    def __init__(self, sequence: Sequence, drafter: OmniDrafter) -> None:
+    def __init__(self, sequence: Sequence, drafter: OmniDrafter, direct: DirectTokens) -> None:
         self.sequence = sequence
         self.drafter = drafter
+        self.direct = direct
         self.target_tokenizer = sequence.tokenizers[TARGET]
         self.draft_tokenizer = sequence.tokenizers[DRAFT]
         self.num_read = 0
@@ -297,13 +326,13 @@ class _Session(DraftSession):
         for token, _ in runs:
             sampler.advance(token)
         logits = np.full(sequence.model().spec.vocab_size, -np.inf, np.float32)
-        logits[drafter.direct_targets] = row[drafter.direct_drafts]
+        logits[self.direct.targets] = row[self.direct.drafts]
         found = draft_token(sequence, sampler, logits, sequence.length + len(runs))
-        return None if found is None else drafter.drafts_of[found]
+        return None if found is None else self.direct.drafts_of[found]
 
     def observe(self, round: SpeculationRound) -> None:
         """Store the draft model's spelling of the emitted tokens, and lessons from the drafts;
-        train at the end of the request."""
+        train at the end of the request, or after each round on a request's own drafts."""
         for token in round.result.tokens:
             text = self.target_tokenizer.token_bytes(token)
             try:
@@ -317,7 +346,7 @@ class _Session(DraftSession):
             tested = round.tested(drafted)
             self.drafter.add(self._lessons(round, *tested))
             self._add_acceptances(*tested)
-        if round.sequence.finished:
+        if round.sequence.finished or self.drafter.learns_alone:
             self.drafter.train()
 
     def _add_acceptances(self, num_accepted: int, num_tested: int) -> None:
@@ -336,7 +365,7 @@ class _Session(DraftSession):
         for node, (token, length) in enumerate(self._runs[:num_tested]):
             row = round.scores.row(node)
             if length == 1:
-                target = softmax(row[self.drafter.direct_targets])
+                target = softmax(row[self.direct.targets])
                 lessons.append(Lesson(*self._rows[at], self._drafts[at], target=target))
             elif node < num_accepted:
                 weight = float(softmax(row)[token])
@@ -389,6 +418,9 @@ class _Session(DraftSession):
             "the head of the draft length learns whether drafts were accepted, up to the first"
             " rejection, in runs of its own beside the adaptation; before the first run, and with"
             " rate=0, the length is fixed",
+            "with another rule than token-exact, whose texts depend on the drafts, the addition and"
+            " the cache of spellings belong to the request, and the addition learns while it runs,"
+            " so that its text is the same in any company; the length is fixed then",
             "the draft model's input omits the special tokens of the prompt",
             "of the cache of spellings, those seen longest ago are dropped above 16 MiB",
         ),

@@ -8,13 +8,15 @@ floating point numbers, or else a low-rank addition to its output layer.
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.draft_candidates import fit_vocab
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
@@ -31,6 +33,7 @@ from anydecode.decoders.speculative.rejected_drafts import (
     WeightUpdates,
     cross_entropy,
 )
+from anydecode.decoders.speculative.routed_drafters import NUM_COMPARED, RoutedDrafter
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.arithmetic import softmax
 from anydecode.kernels.library import top_k
@@ -54,7 +57,9 @@ CHOICES = ("auto", "weights", "correction")
 class OnlineDrafter(Drafter):
     """Drafts chains with the draft model, whose weights are trained, or to whose logits a trained
     `Correction` is added. Training runs when a request has ended and at least `batch` examples are
-    stored; the last `memory` are kept. `choice` is one of `CHOICES`."""
+    stored; the last `memory` are kept. `choice` is one of `CHOICES`. Where the text depends on what
+    is drafted, a correction of a request's own is trained while it runs. `runner` is that of the
+    draft model."""
 
     requirements = Requirements(runners=(DRAFT,))
 
@@ -68,6 +73,7 @@ class OnlineDrafter(Drafter):
         rule: Acceptance | None = None,
         choice: str = "auto",
         weight_rate: float = 0.001,
+        runner: str = DRAFT,
     ) -> None:
         if min(rank, batch, steps) < 1 or min(rate, weight_rate) <= 0:
             raise InvalidRequestError("online-sd needs rank, batch, steps >= 1 and rates > 0")
@@ -79,17 +85,19 @@ class OnlineDrafter(Drafter):
         self.steps = steps
         self.memory = memory
         self.rule = rule
+        self.learns_alone = not is_token_exact(rule)
         self.examples: list[RejectedDraft] = []
         self.correction: Correction | None = None
         self.choice = choice
         self.weight_rate = weight_rate
+        self.runner = runner
         self._weights: WeightUpdates | None = None
 
     def trains_weights(self, sequence: Sequence) -> bool:
-        """Whether the draft model's own weights are trained: not in the namespaces of a server,
-        since all share the draft model, and not if it is the target itself."""
-        model = sequence.model(DRAFT)
-        if self.choice == "correction" or model is sequence.model():
+        """Whether the draft model's own weights are trained: not in the namespaces of a server or
+        for one request, since all share the draft model, and not if it is the target itself."""
+        model = sequence.model(self.runner)
+        if self.choice == "correction" or self.learns_alone or model is sequence.model():
             return False
         if sequence.namespace is not None or not can_train(model):
             return False
@@ -100,8 +108,17 @@ class OnlineDrafter(Drafter):
         if self.choice == "weights" and not self.trains_weights(sequence):
             raise UnsupportedCombinationError(
                 "train=weights needs a draft model of its own with attention, RMS norms and gated"
-                " MLPs in float32 or bfloat16, and no namespace; train=correction works with any"
+                " MLPs in float32 or bfloat16, no namespace, and token-exact acceptance;"
+                " train=correction works with any"
             )
+
+    def on(self, runner: str) -> OnlineDrafter:
+        """A drafter with another draft model, which has learned nothing."""
+        other = deepcopy(self)
+        other.clear()
+        other.runner = runner
+        other.requirements = replace(self.requirements, runners=(runner,))
+        return other
 
     def open(self, sequence: Sequence) -> DraftSession:
         return _Session(sequence, self)
@@ -152,9 +169,9 @@ class _Session(DraftSession):
         self._drafted: TokenTree | None = None
 
     def propose(self, size: int) -> Proposal:
-        sequence, correction = self.sequence, self.drafter.correction
-        sequence.align(DRAFT)
-        kv_cache = sequence.kv_cache(DRAFT)
+        sequence, correction, runner = self.sequence, self.drafter.correction, self.drafter.runner
+        sequence.align(runner)
+        kv_cache = sequence.kv_cache(runner)
         top = kv_cache.pool.model.spec.num_layers
         sampler, tokens = sequence.sampler.fork(), sequence.all_tokens
         drafts: list[int] = []
@@ -162,7 +179,7 @@ class _Session(DraftSession):
         self.rows, self._num_tokens = [], len(tokens)
         for _ in range(size):
             text = (tokens + drafts)[kv_cache.length :]
-            scores = yield sequence.score(text, runner=DRAFT, hidden=(top,))
+            scores = yield sequence.score(text, runner=runner, hidden=(top,))
             hidden = scores.hidden[top][-1].copy()
             row = fit_vocab(sequence, scores.row(-1)).copy()
             self.rows.append((hidden, row))
@@ -177,9 +194,9 @@ class _Session(DraftSession):
         return self._drafted
 
     def observe(self, round: SpeculationRound) -> None:
-        """Store the first rejected draft of the round; train at the end of the request. Drafts that
-        the pass has left out are drafted again after the same text, and tested then, so that they
-        are missing from no example."""
+        """Store the first rejected draft of the round; train at the end of the request, or after
+        each round on a request's own drafts. Drafts that the pass has left out are drafted again
+        after the same text, and tested then, so that they are missing from no example."""
         drafted, self._drafted = self._drafted, None
         position, num_tested = (0, 0) if drafted is None else round.tested(drafted)
         if position < num_tested:
@@ -191,9 +208,9 @@ class _Session(DraftSession):
             self.drafter.add_example(
                 RejectedDraft(hidden, row, tokens[0], probabilities, sequence.id, text, place)
             )
-        if round.sequence.finished:
+        if round.sequence.finished or self.drafter.learns_alone:
             trains_weights = self.drafter.trains_weights(round.sequence)
-            model: Any = round.sequence.model(DRAFT)
+            model: Any = round.sequence.model(self.drafter.runner)
             self.drafter.train(model if trains_weights else None)
 
 
@@ -210,18 +227,24 @@ class _Session(DraftSession):
             "the draft model's own weights are trained if they are floating point numbers of a"
             " transformer with attention, RMS norms and gated MLPs, by default if there are at most"
             " 20 million, and without a namespace; otherwise, a low-rank addition to its output"
-            " layer, since the weights of a quantised model cannot be changed in small steps",
+            " layer, since the weights of a quantised model cannot be changed in small steps. Other"
+            " methods that draft with this model have the trained weights too",
             "at most 512 tokens before the last rejected draft of a text are read in training, and"
             " what the draft model's cache has of the old weights stays",
             "the target's distribution is reduced to its 16 most probable tokens",
             "training runs between requests once `batch` examples are stored, not every few"
             " requests; each example is used for one run of `steps` steps",
+            "one draft model by default. With route=true, each of several learns from the requests"
+            f" that it drafts for: those whose last {NUM_COMPARED} prompt tokens it predicts better"
+            " than the others do (the paper: those that a trained classifier gives its topic)",
             "the loss is forward cross-entropy; other divergences, mixed sampling and training in"
             " advance are not included",
             "verified token-exactly with shared noise; the paper's rule is acceptance='rejection'",
+            "with another rule than token-exact, whose texts depend on the drafts, an addition to"
+            " the output layer learns from the request alone, while it runs, so that its text is"
+            " the same in any company",
             CHAIN_NOISE,
         ),
-        missing=("routing to drafters by the topic of a request",),
         remote={
             "size": Range(1, 64),
             "rank": Range(1, 16),
@@ -241,6 +264,7 @@ def online_sd(
     acceptance: str | Acceptance = "token-exact",
     train: str = "auto",
     weight_rate: float = 0.001,
+    route: bool = False,
 ) -> Speculative:
     """Online speculative decoding.
 
@@ -254,9 +278,12 @@ def online_sd(
         train: "weights" for the draft model's own weights, "correction" for the output layer's, or
             "auto".
         weight_rate: Learning rate of Adam for the draft model's own weights.
+        route: Whether each request is routed, by its topic, to one of several draft models.
     """
     rule = acceptance_rule(acceptance)
-    drafter = OnlineDrafter(
+    drafter: Drafter = OnlineDrafter(
         rank, rate, batch, steps, rule=rule, choice=train, weight_rate=weight_rate
     )
+    if route:
+        drafter = RoutedDrafter(drafter)
     return Speculative(drafter, size, rule)

@@ -12,7 +12,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Decoder, Requirements
-from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, AcceptanceResult, is_token_exact
 from anydecode.decoders.framework.draft_time import beside_target
 from anydecode.decoders.framework.rejection import (
     CHAIN_NOISE,
@@ -93,7 +93,7 @@ class Pearl(Decoder):
             raise InvalidRequestError("drafting in parallel needs a size of at least one draft")
         self.pre_verify = pre_verify
         self.acceptance = logit_rule(acceptance, "pearl")
-        if size is None and not isinstance(self.acceptance, TokenExact):
+        if size is None and not is_token_exact(self.acceptance):
             size = DEFAULT_SIZE
         self.size = size
         self.clock: Callable[[], float] = perf_counter

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Nested, Range, register
-from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
     DraftBudget,
@@ -58,10 +58,11 @@ class FadingCounts:
 
 class RunningSet:
     """The sequences that one decoder is decoding. A new sequence starts with the acceptance rate of
-    the earlier ones."""
+    the earlier ones. With `is_alone` a set has one sequence, beside which no other one counts."""
 
-    def __init__(self, costs: DraftCosts) -> None:
+    def __init__(self, costs: DraftCosts, is_alone: bool = False) -> None:
         self.costs = costs
+        self.is_alone = is_alone
         self.counts = FadingCounts(SHARED_ROUNDS)
         self.running: dict[Sequence, GoodputBudget] = {}
 
@@ -69,7 +70,8 @@ class RunningSet:
         """Expected tokens per cost if every running sequence drafts `size` tokens. Sequences of
         other decoders count with one row each."""
         num_own = len(self.running)
-        num_others = max(0, sequence.cost_model.num_others() + 1 - num_own)
+        num_running = num_own if self.is_alone else sequence.cost_model.num_others() + 1
+        num_others = max(0, num_running - num_own)
         tokens = sum(expected_tokens(budget.rate, size) for budget in self.running.values())
         lengths = [running.length for running in self.running]
         rows = num_own * (size + 1) + num_others
@@ -121,8 +123,9 @@ class SmartSpec(Speculative):
         self.load = RunningSet(DraftCosts(cost))
 
     def budget(self, sequence: Sequence) -> DraftBudget:
-        budget = GoodputBudget(self.load, self.size)
-        self.load.running[sequence] = budget
+        exact = is_token_exact(self.acceptance)
+        load = self.load if exact else RunningSet(self.load.costs, is_alone=True)
+        budget = load.running[sequence] = GoodputBudget(load, self.size)
         return budget
 
     def decode(self, sequence: Sequence) -> Decoding:
@@ -152,7 +155,7 @@ class SmartSpec(Speculative):
             "sequences of other decoders count with one row each",
             "with another rule than token-exact, such as acceptance='rejection', the paper's, a row"
             " costs a tenth of a pass where no costs are given, so that no text depends on measured"
-            " times; a text then depends on the load, as draft lengths do",
+            " times, and each request is its own load, so that no text depends on others",
         ),
         remote={
             "drafter": Nested(),
@@ -183,6 +186,6 @@ def smartspec(
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     cost, rule = user_cost(fixed, per_row, per_position), acceptance_rule(acceptance)
-    if cost is None and not isinstance(rule, TokenExact):
+    if cost is None and not is_token_exact(rule):
         cost = LinearCost(1.0, DEFAULT_ROW_COST)
     return SmartSpec(chain_drafter(drafter, rule), max_drafts, cost, rule)

@@ -17,7 +17,7 @@ import numpy as np
 
 from anydecode.catalogue import Card, Range, register
 from anydecode.decoders.decoder import Requirements
-from anydecode.decoders.framework.acceptance import Acceptance
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.draft_candidates import draft_distribution
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, CHAIN_NOISE, acceptance_rule
 from anydecode.decoders.framework.sampled_chains import distribution_list, sampled_chain
@@ -84,7 +84,7 @@ class StopThreshold:
 
 class ThresholdDrafter(Drafter):
     """Drafts chains with the runner "draft" that `StopThreshold` ends. The head is trained at the
-    end of a request, if there are enough new examples."""
+    end of a request, if there are enough new examples and no text depends on what is drafted."""
 
     requirements = Requirements(runners=(DRAFT,), reads_states=True)
 
@@ -92,7 +92,7 @@ class ThresholdDrafter(Drafter):
         self, bound: float, min_drafts: int, rate: float, rule: Acceptance | None = None
     ) -> None:
         self.bound, self.min_drafts = bound, min_drafts
-        self.online = OnlineHead(rate)
+        self.online = OnlineHead(rate if is_token_exact(rule) else 0.0)
         self.rule = rule
 
     def prepare(self, sequence: Sequence) -> None:
@@ -186,6 +186,8 @@ class _Session(DraftSession):
             " model's final norm",
             "the bound is 0.7 (the code's command: 0.3; the paper: a range)",
             "verified token-exactly with shared noise; acceptance='rejection' is the paper's rule",
+            "with another rule than token-exact, whose texts depend on the drafts, a head learns"
+            " nothing between requests, so that a request's text is the same in any company",
             CHAIN_NOISE,
         ),
         remote={
@@ -210,7 +212,8 @@ def specdecpp(
         bound: Probability of a rejection at which drafting stops, between 0 and 1.
         min_drafts: Minimum number of drafts per round.
         size: Maximum number of drafts per round.
-        rate: Learning rate of the head; 0: none is trained, and a stored one stays as it is.
+        rate: Learning rate of the head; 0, or with another acceptance rule: none is trained, and a
+            stored one stays as it is.
         acceptance: "token-exact", "rejection", "typical", "top-m" or "judge", or a rule.
     """
     if not 0 < bound < 1 or not 1 <= min_drafts <= size:

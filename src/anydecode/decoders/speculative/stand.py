@@ -14,6 +14,7 @@ from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, TREE_NOISE, acceptance_rule
 from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
     Drafter,
     DraftSession,
     SpeculationRound,
@@ -187,6 +188,7 @@ class _Session(TextDraftSession):
             " that updated them",
             "the entries of the table that were stored longest ago are dropped where it would"
             " exceed `memory` bytes",
+            LEARNS_ALONE,
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={

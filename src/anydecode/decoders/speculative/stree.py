@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from anydecode.catalogue import Card, Nested, Range, register
-from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import DraftBudget, SpeculationRound, Speculative
 from anydecode.decoders.speculative.goodput import chain_drafter
@@ -144,5 +144,5 @@ class STree(Speculative):
         replay = self.replay
         if replay is None:
             replay = replay_cost(sequence.model())
-        is_token_exact = isinstance(self.acceptance, TokenExact)
-        return ReplayBudget(self.size, replay, None if is_token_exact else DEFAULT_ROW_COST)
+        row_cost = None if is_token_exact(self.acceptance) else DEFAULT_ROW_COST
+        return ReplayBudget(self.size, replay, row_cost)

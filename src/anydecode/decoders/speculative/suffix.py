@@ -20,6 +20,7 @@ from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY
 from anydecode.decoders.framework.ngram_index import SEPARATOR
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
     Drafter,
     DraftSession,
     Speculative,
@@ -348,6 +349,7 @@ class _Session(TextDraftSession):
             "earlier answers are kept in eight parts within `memory` bytes, a request's own text in"
             " eight within 64 MiB, and the oldest part is dropped when they are full; a match does"
             " not reach from one part into another",
+            LEARNS_ALONE,
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={

@@ -15,6 +15,7 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.framework.acceptance import Acceptance
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
     Drafter,
     DraftSession,
     Proposal,
@@ -168,6 +169,7 @@ class TapsDrafter(Drafter):
             " route=true verifies the most confident tree alone",
             "the merged tree has up to `size` nodes, taken from the drafters in turn",
             "averaging the drafters' weights, which the paper advises against, is not included",
+            LEARNS_ALONE,
         ),
         remote={"drafters": Nested(4), "size": Range(1, 64), "acceptance": ACCEPTANCE_WORDS},
     )

@@ -9,10 +9,11 @@ fill the part of a static draft tree that saves time.
 from __future__ import annotations
 
 from anydecode.catalogue import Card, Range, Words, register
-from anydecode.decoders.framework.acceptance import Acceptance, TokenExact
+from anydecode.decoders.framework.acceptance import Acceptance, is_token_exact
 from anydecode.decoders.framework.bounded_table import DEFAULT_MEMORY, BoundedTable
 from anydecode.decoders.framework.rejection import ACCEPTANCE_WORDS, acceptance_rule
 from anydecode.decoders.framework.speculation import (
+    LEARNS_ALONE,
     Drafter,
     DraftSession,
     SpeculationRound,
@@ -52,7 +53,7 @@ def chosen_tree(tree: str, row_cost: float | None, rule: Acceptance) -> Worthwhi
         raise InvalidRequestError(
             f"tree={tree!r}: token recycling has the trees 'published' and 'worthwhile'"
         )
-    if row_cost is None and not isinstance(rule, TokenExact):
+    if row_cost is None and not is_token_exact(rule):
         row_cost = DEFAULT_ROW_COST
     return WorthwhileTree(PUBLISHED, RATES, 0.0 if tree == "published" else row_cost)
 
@@ -126,6 +127,7 @@ class _Session(TextDraftSession):
             "works at any temperature; the released code is greedy only",
             "the rows of the matrix that were written longest ago are dropped where it would exceed"
             " `memory` bytes",
+            LEARNS_ALONE,
         ),
         bounds={"memory": Range(0, 1 << 40)},
         remote={

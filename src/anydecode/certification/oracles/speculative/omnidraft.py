@@ -144,7 +144,8 @@ def _lessons(
             elif is_accepted:
                 expected += [(byte, None) for byte in spelled]
     # The target is nearly sure of its token, so a direct draft has most probability or none.
-    places = {int(token): place for place, token in enumerate(drafter.direct_drafts)}
+    assert drafter.direct is not None
+    places = {int(token): place for place, token in enumerate(drafter.direct.drafts)}
     found = [
         (one.token, None if one.target is None else bool(one.target[places[one.token]] > 0.5))
         for one in taken

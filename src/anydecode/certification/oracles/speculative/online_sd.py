@@ -14,12 +14,13 @@ from anydecode.certification.oracles.speculative.forward_pass import Forward
 from anydecode.certification.oracles.speculative.penalised_drafts import penalty_checks
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.oracles.transformer import softmax
-from anydecode.certification.rounds import accepted, rounds, scripted
+from anydecode.certification.rounds import Logits, accepted, blurred, rounds, scripted
 from anydecode.certification.tiny import readable_executor, tiny_model, tiny_network
 from anydecode.decoders.framework.speculation import Speculative
 from anydecode.decoders.speculative.draft_correction import Correction
 from anydecode.decoders.speculative.online_sd import OnlineDrafter
 from anydecode.decoders.speculative.rejected_drafts import RejectedDraft, cross_entropy
+from anydecode.decoders.speculative.routed_drafters import RoutedDrafter
 from anydecode.models.network import GatedMlp, Network
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
@@ -81,6 +82,7 @@ def online() -> Iterator[Check]:
         yield Check("`clear` resets the correction", accepted(again) == accepted(before))
     yield from _weight_checks()
     yield from _shift_checks()
+    yield from _routing_checks()
 
 
 def _weight_checks() -> Iterator[Check]:
@@ -150,6 +152,69 @@ def _shift_checks() -> Iterator[Check]:
     yield Check("acceptance falls with another domain", shifted < learned - 0.5, detail)
     yield Check("weights adapt to the other domain", adapted > shifted + 0.5, detail)
     yield Check("`clear` resets the weights", abs(cleared - untrained) < 0.3, f"{cleared:.2f}")
+
+
+def _routing_checks() -> Iterator[Check]:
+    """With two draft models, each of which knows one half of the letters, a request is drafted by
+    the one that predicts the last 64 tokens of its prompt better, which alone learns from it."""
+    halves = range(97, 103), range(103, 109)
+    drafts = [_of_letters(half, error=0.5) for half in halves]
+    random = np.random.default_rng(5)
+
+    def target(seen: tuple[int, ...]) -> np.ndarray:
+        half = halves[bool(seen) and seen[-1] in halves[1]]
+        return _of_letters(half)(seen)
+
+    def letters(half: range, count: int) -> list[int]:
+        return [int(one) for one in random.choice(half, count)]
+
+    prompts = [letters(halves[number % 2], 9) for number in range(4)]
+    prompts += [letters(halves[0], 200) + letters(halves[1], 64), letters(halves[1], 1)]
+    found, expected, learning = list[list[int]](), list[list[int]](), list[list[bool]]()
+    with scripted(target, drafts, prefix_cache=False) as llm:
+        decoder = llm.decoder("online-sd:route=true,batch=1")
+        assert isinstance(decoder, Speculative) and isinstance(decoder.drafter, RoutedDrafter)
+        runners = [llm.engine.runners[name] for name in ("draft", "draft-2")]
+        for prompt in prompts:
+            decoder.drafter.clear()
+            before = [runner.num_passes for runner in runners]
+            trace = rounds(llm, decoder, prompt, 24)
+            passes = [runner.num_passes - old for runner, old in zip(runners, before, strict=True)]
+            losses = [_loss_of(draft, prompt[-65:]) for draft in drafts]
+            best = int(np.argmin(losses))
+            num_steps = sum(len(one.tokens) for one in trace)
+            reading = int(len(prompt) > 1)  # of the prompt, by both
+            expected.append([num_steps * (number == best) + reading for number in range(2)])
+            found.append(passes)
+            members = [decoder.drafter.by_runner[runner.name] for runner in runners]
+            learning.append([one.num_bytes > 0 for one in members])
+    yield Check("the better predictor of the prompt drafts", found == expected, f"{found}")
+    yield Check(
+        "it alone learns from the request",
+        learning == [[number == best for number in range(2)] for best in (0, 1, 0, 1, 1, 0)],
+        f"{learning}",
+    )
+
+
+def _of_letters(half: range, error: float = 0.0) -> Logits:
+    """Logits of texts of these letters."""
+    row_of = blurred(TARGET, error=error)
+
+    def logits(seen: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = row_of(seen).copy()
+        row[half.start : half.stop] += 30.0
+        return row
+
+    return logits
+
+
+def _loss_of(logits: Logits, text: list[int]) -> float:
+    """The mean negative log-probability of all tokens of a text but the first."""
+    chances = [
+        softmax(logits(tuple(text[:end])).astype(np.float64))[text[end]]
+        for end in range(1, len(text))
+    ]
+    return -float(np.log(chances).mean()) if chances else 0.0
 
 
 def _two_domains() -> Transformer:
