@@ -118,7 +118,8 @@ def test_rarer_searches_take_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> Non
             return Auto.max_multi_step(self, is_greedy)
 
         monkeypatch.setattr(Searching, "max_multi_step", by_default)
-        assert len({one["calls"] for one in searches(llm, prompts, 64, 0.8).values()}) == 1
+        calls = [one["calls"] for one in searches(llm, prompts, 64, 0.8).values()]
+        assert calls[-1] > 0.5 * calls[0]
 
 
 def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,7 @@ def _routing_checks() -> Iterator[Check]:
     """With two draft models, each of which knows one half of the letters, a request is drafted by
     the one that predicts the last 64 tokens of its prompt better, which alone learns from it."""
     halves = range(97, 103), range(103, 109)
-    drafts = [_of_letters(half, error=0.5) for half in halves]
+    drafts = [_of_letters(half, error=3.0) for half in halves]
     random = np.random.default_rng(5)
 
     def target(seen: tuple[int, ...]) -> np.ndarray:
@@ -171,7 +171,7 @@ def _routing_checks() -> Iterator[Check]:
     prompts = [letters(halves[number % 2], 9) for number in range(4)]
     prompts += [letters(halves[0], 200) + letters(halves[1], 64), letters(halves[1], 1)]
     found, expected, learning = list[list[int]](), list[list[int]](), list[list[bool]]()
-    with scripted(target, drafts, prefix_cache=False) as llm:
+    with scripted(target, drafts) as llm:
         decoder = llm.decoder("online-sd:route=true,batch=1")
         assert isinstance(decoder, Speculative) and isinstance(decoder.drafter, RoutedDrafter)
         runners = [llm.engine.runners[name] for name in ("draft", "draft-2")]
@@ -186,8 +186,8 @@ def _routing_checks() -> Iterator[Check]:
             reading = int(len(prompt) > 1)  # of the prompt, by both
             expected.append([num_steps * (number == best) + reading for number in range(2)])
             found.append(passes)
-            members = [decoder.drafter.by_runner[runner.name] for runner in runners]
-            learning.append([one.num_bytes > 0 for one in members])
+            members = [decoder.drafter.by_runner.get(runner.name) for runner in runners]
+            learning.append([one is not None and one.num_bytes > 0 for one in members])
     yield Check("the better predictor of the prompt drafts", found == expected, f"{found}")
     yield Check(
         "it alone learns from the request",
