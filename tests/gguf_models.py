@@ -177,6 +177,9 @@ def add_metadata(writer: gguf.GGUFWriter, architecture: str, metadata: dict[str,
         name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, np.ndarray):  # of integers that may exceed 32 bits
+            kind, inner = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64
+            writer.add_key_value(name, value.tolist(), kind, sub_type=inner)
         elif isinstance(value, str):
             writer.add_string(name, value)
         elif isinstance(value, bool):

@@ -119,6 +119,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     yield "rwkv7", "rwkv7", True
     yield "hrm_text", "hrm_text", True
     yield "kimi_k3", "kimi-k3", True
+    yield "hy_v4", "hy_v4", True
     yield "nemotron-nas", "deci", True
     for name in parity_module("families/test_renamed_llama").FILES:
         yield OF_FILES.get(name, name), name, True

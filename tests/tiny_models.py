@@ -86,7 +86,9 @@ def hf_model(family: str, seed: int = 0, **settings: Any) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif "_proj" in name or ".gate." in name or "_compress_" in name:
                 torch.nn.init.normal_(parameter, std=0.25)
-            elif "rg_lru" in name or "conv_1d" in name or name.endswith("position_bias"):
+            elif "rg_lru" in name or "conv_1d" in name or "ple.conv1d" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+            elif name.endswith("position_bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar", "alpha")):

@@ -292,6 +292,71 @@ GLM_METADATA: dict[str, Any] = {
     "hyper_connection.sinkhorn_iterations": 4,
     "hyper_connection.epsilon": 1e-6,
 }
+#: Qwen3.8. The tokens of the tests have the one that ends a text.
+QWEN_4_EXP: dict[str, Any] = {
+    **GATED_DELTA,
+    **QWEN_EXPERTS,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "hc_count": 4,
+    "hc_lowrank": 12,
+    "ple_layer_ids": [3],
+    "ple_embed_dim": 48,
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "eos_token_id": 31,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 6,
+    "indexer_compress_ratio": 3,
+    "output_gate_type": "sigmoid",
+}
+QWEN_4_METADATA: dict[str, Any] = {
+    **GATED_DELTA_METADATA,
+    **QWEN_EXPERTS_METADATA,
+    **SECTIONS,
+    "full_attention_interval": 2,
+    "hyper_connection.count": 4,
+    "hyper_connection.low_rank": 12,
+    "attention.indexer.head_count": 8,
+    "attention.indexer.key_length": 16,
+    "attention.indexer.top_k": 6,
+    "attention.compress_ratios": [0, 3, 0, 3],
+    "ple.layers": [2],
+    "ple.ngram_size": 3,
+    "ple.heads_per_ngram": 2,
+    "ple.conv_kernel": 3,
+    "ple.eos_token_id": 31,
+    "embedding_length_per_layer_input": 12,
+}
+#: The constants of hashes of n-grams, and their keys in files.
+HASHES = {
+    "layer_multipliers": "ple.layer_multipliers",
+    "ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+    "ngram_heads_offsets": "ple.head_offsets",
+}
+#: Parts of layers of Qwen3.8, and their names in files.
+QWEN_4_NAMES = {
+    **{
+        f"{own}_hyper_connection.{name}": f"hc_{part}_{kind}"
+        for part, own in (("attn", "attn"), ("ffn", "mlp"))
+        for kind, name in (
+            ("norm", "hc_norm"),
+            ("down", "input_mix_weight_down"),
+            ("up", "input_mix_weight_up"),
+            ("inject", "block_inject_weight"),
+        )
+    },
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+    **{f"ple.norm_{part}": f"ple_norm_{part}" for part in ("key", "query", "conv")},
+    "ple.conv1d": "ple_conv1d",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm",
+    "self_attn.indexer.k_layernorm": "indexer.k_norm",
+}
 #: The indexer of GLM-5.3, by the names of `transformers`.
 GLM_INDEXER = {
     "wq_b.weight": "indexer.attn_q_b.weight",
@@ -303,7 +368,11 @@ GLM_INDEXER = {
     "index_kpool_compress_ape": "indexer_compressor_ape.weight",
 }
 #: Architectures that the package does not know, and those whose names of tensors they have.
-NAMED_AS = {"bailingmoe3": "kimi-linear", "glm5-next": "kimi-linear"}
+NAMED_AS = {
+    "bailingmoe3": "kimi-linear",
+    "glm5-next": "kimi-linear",
+    "qwen4exp": "qwen35moe",
+}
 CASES = {
     "granite hybrid": Case("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_METADATA),
     "granite hybrid experts": Case(
@@ -416,6 +485,7 @@ CASES = {
     "kimi linear": Case("KimiLinear", "kimi-linear", KIMI_LINEAR, KIMI_METADATA),
     "ling 3": Case("BailingHybrid", "bailingmoe3", LING_3, LING_METADATA),
     "glm 5.3": Case("Glm5Next", "glm5-next", GLM_5_NEXT, GLM_METADATA),
+    "qwen 3.8": Case("Qwen4Exp", "qwen4exp", QWEN_4_EXP, QWEN_4_METADATA),
 }
 #: Names of `transformers` and those of the checkpoints from which the converter starts.
 RENAMED = {
@@ -445,7 +515,12 @@ def converted(
     (None) metadata."""
     config = checkpoint_of(model).config
     num_layers = model.config.num_hidden_layers
-    metadata = {**usual_metadata(config, num_layers), **case.metadata, **changes}
+    hashes = {
+        HASHES[leaf]: buffer.numpy()
+        for name, buffer in model.named_buffers()
+        if (leaf := name.rpartition(".")[2]) in HASHES
+    }
+    metadata = {**usual_metadata(config, num_layers), **hashes, **case.metadata, **changes}
     writer = writer_with(path, case.architecture, metadata, config["vocab_size"])
     known = NAMED_AS.get(case.architecture, case.architecture)
     names = tensor_names(known, metadata["block_count"])
@@ -473,6 +548,11 @@ def prepared(
         name = name.replace("model.", "backbone.", 1)
     if case.family == "FalconH1":
         tensor = multiplied(config, name, tensor)
+    if case.family == "Qwen4Exp":
+        own = of_qwen_4(config, name, layer, part, tensor)
+        if own is not None:
+            yield from own.items()
+            return
     if case.family.startswith("Qwen"):
         tensor = in_qwen_order(case, config, part, tensor)
         if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -540,6 +620,30 @@ def of_kimi(
         return
     part = RENAMED.get(part, part).replace(".dt_bias", ".dt_proj.bias")
     yield f"model.layers.{layer}.{part}", tensor
+
+
+def of_qwen_4(
+    config: dict[str, Any], name: str, layer: str, part: str, tensor: np.ndarray
+) -> dict[str, np.ndarray] | None:
+    """The parts of Qwen3.8 that Qwen3.5 does not have; None: it has this one."""
+    module, _, leaf = part.rpartition(".")
+    own = QWEN_4_NAMES.get(module)
+    if leaf in HASHES:
+        return {}
+    if module.endswith("ngram_embedding"):
+        return {"per_layer_token_embd.weight": tensor}
+    if name.startswith("model.hyper_connection_mixer."):
+        kind = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up"}
+        end = kind[name.split(".")[2]]
+        return {f"output_hc_{end}.weight": tensor + (end == "norm")}
+    if part == "self_attn.indexer.index_qk_proj.weight":
+        rows = config["indexer_n_heads"] * config["indexer_head_dim"]
+        start = f"blk.{layer}.indexer"
+        return {f"{start}.q_proj.weight": tensor[:rows], f"{start}.k_proj.weight": tensor[rows:]}
+    if own is None:
+        return None
+    tensor = tensor + (tensor.ndim == 1)  # norms
+    return {f"blk.{layer}.{own}.weight": tensor.squeeze(1) if tensor.ndim == 3 else tensor}
 
 
 def of_glm(
@@ -664,7 +768,7 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     "name",
     [
         *("qwen3 next", "qwen3.5", "granite hybrid experts", "nemotron h moe latent"),
-        *("kimi linear", "ling 3", "glm 5.3"),
+        *("kimi linear", "ling 3", "glm 5.3", "qwen 3.8"),
     ],
 )
 def test_native_kernels_agree(name: str, tmp_path: Path) -> None:
@@ -835,6 +939,9 @@ def test_quantised_files_keep_their_small_tensors(name: str, tmp_path: Path) -> 
         ("ling 3", {"kda.safe_gate": False}),
         ("jamba", {"expert_used_count": 1}),
         ("jamba", {"attention.layer_norm_rms_epsilon": 0.1}),
+        ("qwen 3.8", {"ple.eos_token_id": 5}),
+        ("qwen 3.8", {"attention.indexer.top_k": 3}),
+        ("qwen 3.8", {"attention.compress_ratios": [0, 2, 0, 2]}),
     ],
 )
 def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_path: Path) -> None:
@@ -893,6 +1000,11 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("ling 3", {"kda.head_dim": 12}, "has shape"),
         ("ling 3", {"nextn_predict_layers": 4}, "nextn_predict_layers is 4"),
         ("lfm2 moe", {"expert_gating_func": 1}, "expert_gating_func is 1; allowed is 2"),
+        ("qwen 3.8", {"attention.compress_ratios": [0, 3, 0, 2]}, "allowed is one size"),
+        ("qwen 3.8", {"hyper_connection.low_rank": 10}, "has shape"),
+        ("qwen 3.8", {"ple.layers": [3]}, "ple.key_proj.* is missing"),
+        ("qwen 3.8", {"ple.layer_multipliers": None}, "ple.layer_multipliers is missing"),
+        ("qwen 3.8", {"ple.conv_kernel": 4}, "ple.conv1d.weight.* has shape"),
         ("lfm2 moe", {"leading_dense_block_count": 0}, "layers.0.mlp.gate.* is missing"),
     ],
 )

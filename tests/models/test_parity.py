@@ -167,6 +167,52 @@ KIMI_LINEAR: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+#: Rotary rows are in the order of `transformers`, which is not that of the published checkpoints. A
+#: padding token would have an embedding of zeros, for which the scores of an indexer are equal.
+HY_V4: dict[str, Any] = {
+    **LATENT_SIZES,
+    "pad_token_id": None,
+    "rms_norm_eps": 1e-2,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "rope_parameters": ROPE,
+    "rope_interleave": False,
+    "indexer_rope_interleave": False,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 7,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 0.5,
+    "hc_mult": 3,
+    "hc_magnitude": 1.5,
+}
+#: Several times as many blocks as the indexer selects, as below; two layers with embeddings of
+#: n-grams, one of them the first. The prompts have the token that ends a text.
+QWEN_4_EXP: dict[str, Any] = {
+    **GATED_DELTA,
+    **QWEN_EXPERTS,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["linear_attention"],
+    "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+    "hc_count": 3,
+    "hc_lowrank": 10,
+    "ple_layer_ids": [1, 5],
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "eos_token_id": 64,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 12,
+    "indexer_compress_ratio": 3,
+    "output_gate_type": "sigmoid",
+}
 #: Several times as many blocks as the indexer selects. With few heads of the indexer, scores would
 #: often be equal: they are 0 where all products are negative.
 GLM_5_NEXT: dict[str, Any] = {
@@ -1403,6 +1449,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "kimi linear": ("KimiLinear", KIMI_LINEAR),
+    "hy4": ("HYV4", HY_V4),
+    "hy4 odd": (
+        "HYV4",
+        {
+            **HY_V4,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "shared", "full", "full"],
+            "index_head_dim": 24,
+            "swiglu_limit": 0.2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "hc_mult": 2,
+            "hc_eps": 0.01,
+        },
+    ),
+    "qwen 3.8": ("Qwen4Exp", QWEN_4_EXP),
+    "qwen 3.8 odd": (
+        "Qwen4Exp",
+        {
+            **QWEN_4_EXP,
+            "num_hidden_layers": 4,
+            "layer_types": None,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 36,
+            "ple_conv_kernel_size": 4,
+            "ngram_size": 4,
+            "heads_per_ngram": 1,
+            "eos_token_id": [3, 12],
+            "hc_count": 2,
+            "indexer_head_dim": 8,
+            "indexer_budget": 10,
+            "indexer_compress_ratio": 5,
+            "output_gate_type": None,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "norm_topk_prob": False,
+        },
+    ),
     "glm 5.3": ("Glm5Next", GLM_5_NEXT),
     "glm 5.3 shared indexers": (
         "Glm5Next",

@@ -60,7 +60,7 @@ class BlockBackend(ReferenceBackend):
     def select(
         self,
         q: torch.Tensor | None,
-        weights: torch.Tensor | None,
+        weights: torch.Tensor | np.ndarray | None,
         num_heads: int,
         layer: int,
         shape: Attention,

@@ -129,6 +129,11 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return positive * positive
 
 
+def signed_root(x: torch.Tensor) -> torch.Tensor:
+    """sqrt(max(|x|, 1e-6)) with the sign of x, and 0 at 0."""
+    return torch.sqrt(x.abs().clamp(min=1e-6)) * torch.sign(x)
+
+
 def xielu(
     x: torch.Tensor, positive: float, negative: float, beta: float, eps: float
 ) -> torch.Tensor:
@@ -146,6 +151,7 @@ ACTIVATIONS = {
     "sigmoid": sigmoid,
     "softplus": softplus,
     "identity": identity,
+    "signed_root": signed_root,
 }
 
 

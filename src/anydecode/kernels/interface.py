@@ -369,6 +369,48 @@ class WkvWeights:
     key_rate: np.ndarray | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class NgramHash:
+    """Which rows of a table stand for the n-grams that end with a token (Qwen3.8).
+
+    An n-gram is the tokens up to a row's own, but `end_token` in place of those before the text and
+    of those before and at the last `end_token` before the row. Its number is the exclusive or of
+    the products of the token i positions before with `multipliers[i]`. Each of the orders from 2 to
+    `len(multipliers)` has equally many heads; head h has the row number % `sizes[h]` +
+    `offsets[h]`.
+
+    Attributes:
+        multipliers: int64 `[largest order]`.
+        sizes: int64 `[heads]`.
+        offsets: int64 `[heads]`.
+        end_token: The token.
+    """
+
+    multipliers: np.ndarray
+    sizes: np.ndarray
+    offsets: np.ndarray
+    end_token: int
+
+    @property
+    def order(self) -> int:
+        """The largest order."""
+        return len(self.multipliers)
+
+    def rows(self, tokens: np.ndarray) -> np.ndarray:
+        """The rows of each head, int64 `[n, heads]`.
+
+        Args:
+            tokens: int64 `[n, order]`, a row's own token first; negative before the text.
+        """
+        is_end = (tokens < 0) | (tokens == self.end_token)
+        is_end[:, 0] = False
+        known = np.where(np.logical_or.accumulate(is_end, 1), self.end_token, tokens)
+        numbers = np.bitwise_xor.accumulate(known * self.multipliers, 1)[:, 1:]
+        of_heads = np.repeat(numbers, len(self.sizes) // (self.order - 1), 1)
+        found: np.ndarray = of_heads % self.sizes + self.offsets
+        return found
+
+
 class ClampedSwiglu(NamedTuple):
     """The activation of gpt-oss: g * sigmoid(alpha * g) * (u + 1).
 
@@ -883,7 +925,12 @@ class Backend(ABC):
 
     @abstractmethod
     def select(
-        self, q: Any | None, weights: Any | None, num_heads: int, layer: int, shape: Attention
+        self,
+        q: Any | None,
+        weights: Any | np.ndarray | None,
+        num_heads: int,
+        layer: int,
+        shape: Attention,
     ) -> None:
         """Select the `shape.top_k` positions that each row attends to in `layer`, and in later
         layers whose shape has a `top_k`.
@@ -900,7 +947,8 @@ class Backend(ABC):
         Args:
             q: The indexer's queries, `num_heads` of `shape.index_dim` numbers; None: the positions
                 are those that an earlier layer has selected, or without `shape.top_k` all entries.
-            weights: One number per head; None: there are `shape.num_selections` heads.
+            weights: One number per head, or float32 `[num_heads]` for all rows; None: there are
+                `shape.num_selections` heads.
             num_heads: Heads of the indexer.
             layer: Whose slots have the indexer's keys.
             shape: The shape of the layer's attention.
@@ -978,15 +1026,29 @@ class Backend(ABC):
         """The `size` numbers from `first` on that each row's slot of an earlier layer stores."""
 
     @abstractmethod
-    def pool(self, x: Any, layer: int, shape: Recurrence, first: int, bias: np.ndarray) -> Any:
+    def ngram_rows(
+        self, table: Weight, layer: int, shape: Recurrence, first: int, hashes: NgramHash
+    ) -> Any:
+        """Store each row's token in its slot of `layer`, as number `first`, then return the rows of
+        `table` that stand for the n-grams which end with it, side by side.
+
+        Rows without a token have `hashes.end_token`. Each row must see all earlier positions and
+        itself.
+        """
+
+    @abstractmethod
+    def pool(
+        self, x: Any, layer: int, shape: Recurrence, first: int, bias: np.ndarray | None
+    ) -> Any:
         """Store x in each row's slot of `layer`, from number `first` on, then compute the entry of
         the last positions up to that of each row (DeepSeek-V4).
 
         x has `groups` values, and then as many gates. The entry of `len(bias)` positions is the sum
         of their last values and, with two groups, of the first values of as many positions before,
         if these exist. Their weights are the softmax of each number's gates plus `bias`, float32
-        `[positions, groups, numbers]`. Rows whose position is not the last one of an entry have
-        zeros. Each row must see all earlier positions and itself.
+        `[positions, groups, numbers]`. Without a bias, x has values of one group alone, and the
+        entry of `shape.window` positions is their mean. Rows whose position is not the last one of
+        an entry have zeros. Each row must see all earlier positions and itself.
         """
 
     @abstractmethod
@@ -1092,7 +1154,8 @@ class Backend(ABC):
 
     @abstractmethod
     def activate(self, x: Any, activation: str | Xielu) -> Any:
-        """activation(x); a name is one of those that `gated` takes, "relu" or "relu2"."""
+        """activation(x); a name is one of those that `gated` takes, "relu", "relu2" or
+        "signed_root", the square root of the magnitude, at least 1e-6, with the sign of x."""
 
     @abstractmethod
     def add_positions(self, x: Any, table: Weight) -> Any:

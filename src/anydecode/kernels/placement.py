@@ -13,7 +13,7 @@ from anydecode.kernels.steps import NONE, Code, Step, Value
 # what other rows have stored.
 _BY_ROW = frozenset(Code) - {
     *(Code.LINEAR, Code.GROUPED_LINEAR, Code.ATTEND, Code.EXPERTS, Code.CONVOLVE, Code.SCAN),
-    *(Code.SHIFT, Code.BLOCK_CONVOLVE, Code.INDEX, Code.POOL),
+    *(Code.SHIFT, Code.BLOCK_CONVOLVE, Code.INDEX, Code.POOL, Code.NGRAM),
 }
 # Ops that may overwrite their first input.
 _IN_PLACE = frozenset(

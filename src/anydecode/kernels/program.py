@@ -19,6 +19,7 @@ from anydecode.kernels.interface import (
     ClampedSwiglu,
     ExpertWeights,
     LimitedSwiglu,
+    NgramHash,
     Recurrence,
     RecurrenceWeights,
     RelativePositions,
@@ -46,6 +47,7 @@ _ACTIVATIONS = {
     "relu2": 6,
     "relu": 7,
     "softplus": 9,
+    "signed_root": 13,
 }
 _CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU, _LIMITED_SWIGLU, _SITU_GLU = 3, 8, 10, 11, 12
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
@@ -179,7 +181,12 @@ class NativeBackend(Backend):
             self.steps.append(Step(Code.STORE_INDEX, (index_key,), None, fields, cache="write"))
 
     def select(
-        self, q: Value | None, weights: Value | None, num_heads: int, layer: int, shape: Attention
+        self,
+        q: Value | None,
+        weights: Value | np.ndarray | None,
+        num_heads: int,
+        layer: int,
+        shape: Attention,
     ) -> None:
         fields = {**_cache_fields(layer, shape), "heads": num_heads}
         fields |= {"groups": shape.num_selections}
@@ -188,8 +195,11 @@ class NativeBackend(Backend):
         fields |= {"selection": self._selection(shape), "window": shape.window or 0}
         scores: tuple[Value, ...] = ()
         if q is not None:
+            own = dict(fields)
+            if isinstance(weights, np.ndarray):
+                own["weight"], weights = self._keep_vector(weights), None
             inputs = (q,) if weights is None else (q, weights)
-            scores = (self._record(Code.INDEX, inputs, 1, **fields),)
+            scores = (self._record(Code.INDEX, inputs, 1, **own),)
             self.steps[-1].cache = "read"
             self.index_dims.add(q.width // num_heads)
         self.selected, count = Value(1), int(q is not None)
@@ -238,14 +248,34 @@ class NativeBackend(Backend):
         """The number, from 1 on, of the kind of selection of layers of this shape."""
         return self.selections.setdefault(shape.selection_kind, len(self.selections) + 1)
 
-    def pool(self, x: Value, layer: int, shape: Recurrence, first: int, bias: np.ndarray) -> Value:
-        size, groups, numbers = bias.shape
+    def ngram_rows(
+        self, table: Weight, layer: int, shape: Recurrence, first: int, hashes: NgramHash
+    ) -> Value:
+        fields = {"layer": layer, "recurrence": self._keep_recurrence(shape)}
+        tokens = Value(1)
+        end = {"width": 1, "width_out": 1, "count": hashes.end_token}
+        self.steps.append(Step(Code.TOKEN, (), tokens, end))
+        self._store_inputs((tokens,), first, fields)
+        numbers = np.concatenate([hashes.multipliers, hashes.sizes, hashes.offsets])
+        self.keepalive.append(numbers)
+        out, heads = Value(len(hashes.sizes) * table.in_features), len(hashes.sizes)
+        fields |= {"count": first, "window": hashes.order, "groups": heads}
+        fields |= {"chunk": hashes.end_token, "weight": address_of(numbers)}
+        fields |= {"matrix": ctypes.addressof(self._packer.pack(table))}
+        fields |= {"width": out.width, "width_out": out.width}
+        self.steps.append(Step(Code.NGRAM, (tokens,), out, fields, cache="read"))
+        return out
+
+    def pool(
+        self, x: Value, layer: int, shape: Recurrence, first: int, bias: np.ndarray | None
+    ) -> Value:
         fields = {"layer": layer, "recurrence": self._keep_recurrence(shape)}
         self._store_inputs((x,), first, fields)
+        size, groups, numbers = (shape.window, 1, x.width) if bias is None else bias.shape
         fields |= {"count": first, "entry": size, "groups": groups}
-        out = self._record(
-            Code.POOL, (x,), numbers, weight=self._keep_vector(bias.ravel()), **fields
-        )
+        if bias is not None:
+            fields["weight"] = self._keep_vector(bias.ravel())
+        out = self._record(Code.POOL, (x,), numbers, **fields)
         self.steps[-1].cache = "read"
         return out
 

@@ -36,6 +36,7 @@ from anydecode.kernels.interface import (
     ExpertWeights,
     KeyValues,
     LimitedSwiglu,
+    NgramHash,
     Recurrence,
     RecurrenceWeights,
     RelativePositions,
@@ -230,13 +231,15 @@ class ReferenceBackend(Backend):
     def select(
         self,
         q: torch.Tensor | None,
-        weights: torch.Tensor | None,
+        weights: torch.Tensor | np.ndarray | None,
         num_heads: int,
         layer: int,
         shape: Attention,
     ) -> None:
         if q is None:
             return
+        if isinstance(weights, np.ndarray):
+            weights = self._vector(weights).expand(len(q), num_heads)
         bound, dim, top_k = self._rows(), shape.index_dim, shape.top_k
         assert dim is not None and top_k is not None, "the shape has an indexer"
         keys = self._stored(layer)[1][:, -1:]
@@ -443,9 +446,24 @@ class ReferenceBackend(Backend):
         change = before.masked_fill((slots < 0).unsqueeze(-1), 0.0) - x
         return [x + change * self._vector(mix) for mix in mixes]
 
-    def pool(
-        self, x: torch.Tensor, layer: int, shape: Recurrence, first: int, bias: np.ndarray
+    def ngram_rows(
+        self, table: Weight, layer: int, shape: Recurrence, first: int, hashes: NgramHash
     ) -> torch.Tensor:
+        bound = self._rows()
+        tokens = bound.rows.tokens[bound.index]
+        own = np.where(tokens < 0, hashes.end_token, tokens).astype(np.float32)
+        stored = self._store_inputs((as_tensor(own[:, None], self.device),), first, layer)
+        slots = self._windows(hashes.order).flip(-1)
+        before = as_numpy(stored[slots.clamp(min=0), first]).astype(np.int64)
+        rows = hashes.rows(np.where(as_numpy(slots) < 0, -1, before))
+        found = dequantize_rows(table, rows.ravel())
+        return as_tensor(found.reshape(len(rows), -1), self.device)
+
+    def pool(
+        self, x: torch.Tensor, layer: int, shape: Recurrence, first: int, bias: np.ndarray | None
+    ) -> torch.Tensor:
+        if bias is None:
+            return self._means(x, layer, shape.window, first)
         size, groups, numbers = bias.shape
         out, bound = x.new_zeros(len(x), numbers), self._rows()
         stored = self._store_inputs((x,), first, layer)
@@ -463,6 +481,15 @@ class ReferenceBackend(Backend):
         weights = elementary.exp(gates - largest).masked_fill(missing, 0.0)
         sums = elementary.tree_sum(weights * own[0].flatten(1, 2), 1)
         out[ends] = sums / elementary.tree_sum(weights, 1)
+        return out
+
+    def _means(self, x: torch.Tensor, layer: int, size: int, first: int) -> torch.Tensor:
+        """The means of the values of the last `size` positions of rows at the end of as many."""
+        out, stored = torch.zeros_like(x), self._store_inputs((x,), first, layer)
+        ends = torch.nonzero((self._rows().positions + 1) % size == 0).squeeze(-1)
+        slots = self._windows(size)[ends]
+        read = stored[slots.clamp(min=0), first : first + x.shape[-1]]
+        out[ends] = elementary.tree_sum(read.masked_fill((slots < 0).unsqueeze(-1), 0.0), 1) / size
         return out
 
     def hyper_factors(

@@ -14,13 +14,13 @@ from typing import Any
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
-from anydecode.models.streams import as_first_stream
+from anydecode.models.streams import as_first_stream, mean_of_streams
 
 
 @dataclass(eq=False)
 class HyperWeights:
     """The product of normed streams that gives a row's factors, see `Backend.hyper_factors`: a
-    matrix `[streams * (2 + streams), streams * hidden_size]` with a bias; after the last layer one
+    matrix `[HyperSpec.num_factors, streams * hidden_size]` with a bias; after the last layer one
     with `streams` rows."""
 
     projection: Linear
@@ -33,13 +33,40 @@ class HyperWeights:
     def factors(self, backend: Backend, streams: Any, spec: ModelSpec) -> Any:
         """The factors of each row."""
         assert spec.hyper is not None, "checked by `_check_hyper`"
-        y = self.projection.apply(backend, backend.rms_norm(streams, None, spec.norm_eps))
+        y = self._products(backend, streams, spec)
         return backend.hyper_factors(y, spec.num_streams, spec.hyper.iterations, spec.hyper.eps)
+
+    def _products(self, backend: Backend, streams: Any, spec: ModelSpec) -> Any:
+        return self.projection.apply(backend, backend.rms_norm(streams, None, spec.norm_eps))
+
+    def _connect_unmixed(
+        self,
+        backend: Backend,
+        streams: Any,
+        spec: ModelSpec,
+        sublayer: Callable[[Any], Any],
+        magnitude: float,
+    ) -> Any:
+        """The same without a mix of streams; the factors of outputs are `magnitude` times a sigmoid
+        plus the epsilon."""
+        count, products = spec.num_streams, self._products(backend, streams, spec)
+        assert spec.hyper is not None, "checked by `_check_hyper`"
+        eps = spec.hyper.eps
+        first, second = (
+            backend.hyper_factors(backend.columns(products, start, count), count, 1, own)
+            for start, own in ((0, eps), (count, eps / magnitude))
+        )
+        y = sublayer(backend.collapse(streams, first, count))
+        second = backend.scale(second, magnitude)
+        return backend.add(streams, backend.spread(y, second, count))
 
     def connect(
         self, backend: Backend, streams: Any, spec: ModelSpec, sublayer: Callable[[Any], Any]
     ) -> Any:
         """The streams after a sublayer."""
+        assert spec.hyper is not None, "checked by `_check_hyper`"
+        if spec.hyper.magnitude is not None:
+            return self._connect_unmixed(backend, streams, spec, sublayer, spec.hyper.magnitude)
         count, factors = spec.num_streams, self.factors(backend, streams, spec)
         first, second, others = (
             backend.columns(factors, start, size)
@@ -58,11 +85,7 @@ class HyperWeights:
 
 def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
     """The mean of the streams in place of the first one; the others are zero (GLM-5.3)."""
-    size = spec.hidden_size
-    total = backend.columns(streams, 0, size)
-    for index in range(1, spec.num_streams):
-        total = backend.add(total, backend.columns(streams, index * size, size))
-    return as_first_stream(backend, backend.scale(total, 1.0 / spec.num_streams), spec)
+    return as_first_stream(backend, mean_of_streams(backend, streams, spec), spec)
 
 
 @dataclass(eq=False)

@@ -37,10 +37,12 @@ from anydecode.kernels.interface import (
 )
 from anydecode.models.block_residuals import BlockResiduals, weighted_sum, with_stream
 from anydecode.models.differential import DifferentialWeights
+from anydecode.models.gated_streams import GatedSublayers, StreamGates
 from anydecode.models.hyper import HyperConnections, HyperWeights, mean_stream
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
+from anydecode.models.ngrams import NgramWeights
 from anydecode.models.norm_gate import NormGate
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.query_scale import QueryScale
@@ -54,7 +56,12 @@ from anydecode.models.spec import (
     RecurrentSpec,
 )
 from anydecode.models.states import StateWeights
-from anydecode.models.streams import StreamBlock, StreamProjections, as_first_stream
+from anydecode.models.streams import (
+    StreamBlock,
+    StreamProjections,
+    as_first_stream,
+    equal_streams,
+)
 from anydecode.models.time_conditioning import (
     InputModulation,
     SharedTimeConditioning,
@@ -380,6 +387,8 @@ class LayerWeights:
     shared_key: SharedKeyWeights | None = None
     hyper: HyperConnections | None = None
     residuals: BlockResiduals | None = None
+    stream_gates: GatedSublayers | None = None
+    ngrams: NgramWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output
     canvas_scale: float | None = None  # the same for rows of a canvas (`ModelSpec.has_canvas`)
@@ -423,7 +432,8 @@ class LayerWeights:
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
         gates = self.attention_norm_gate, self.mlp_norm_gate
-        for part in (self.indexer, self.shared_key, self.hyper, self.residuals, *gates):
+        streams = self.hyper, self.residuals, self.stream_gates, self.ngrams
+        for part in (self.indexer, self.shared_key, *streams, *gates):
             weights += [] if part is None else part.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -449,6 +459,7 @@ class ModelWeights:
     streams: StreamProjections | None = None
     hyper: HyperWeights | None = None  # of the streams after the last layer
     residual_score: Weight | None = None  # of the sums of blocks there, see `BlockResiduals`
+    stream_gates: StreamGates | None = None  # of the streams there
     states: StateWeights | None = None  # of a drafter that reads its target's states
     self_conditioning: SelfConditioning | PlainSelfConditioning | None = None
     head_tokens: np.ndarray | None = None  # int64 [head_size], the tokens of the head's rows
@@ -470,7 +481,8 @@ class ModelWeights:
         """Every matrix of which rows are read, but for the embedding."""
         tables = [] if self.position_table is None else [self.position_table]
         own = None if self.per_layer is None else self.per_layer.table
-        return tables if own is None else [*tables, own]
+        tables += [] if own is None else [own]
+        return tables + [one.ngrams.table for one in self.layers if one.ngrams is not None]
 
 
 @dataclass(eq=False)
@@ -528,6 +540,7 @@ class Network:
             raise CheckpointError("only one of the spec and the weights sums the last streams")
         _check_hyper("", spec, weights.hyper, spec.num_streams)
         _check_residuals(spec, weights)
+        _check_stream_gates(spec, weights)
         for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             if any(weight in self.packed for weight in layer.matrices):
                 continue  # of another network, which has checked it
@@ -543,7 +556,7 @@ class Network:
             if (layer.hyper is None) != (spec.hyper is None):
                 raise CheckpointError("only one of the spec and the weights has hyper-connections")
             for part in () if layer.hyper is None else (layer.hyper.mixer, layer.hyper.mlp):
-                rows = spec.num_streams * (2 + spec.num_streams)
+                rows = 0 if spec.hyper is None else spec.hyper.num_factors(spec.num_streams)
                 _check_hyper(f"layer {index}, ", spec, part, rows)
 
     @property
@@ -579,6 +592,8 @@ class Network:
             yield from self.weights.hyper.matrices
         if self.weights.residual_score is not None:
             yield self.weights.residual_score
+        if self.weights.stream_gates is not None:
+            yield from self.weights.stream_gates.matrices
         if self.weights.states is not None:
             yield from self.weights.states.matrices
         for layer in self.weights.layers:
@@ -596,6 +611,8 @@ class Network:
             return self._layer_of_hyper_connections(backend, x, index)
         if self.spec.residual_block:
             return self._layer_of_blocks(backend, x, index)
+        if self.spec.stream_gate_rank:
+            return self._layer_of_gated_streams(backend, x, index)
         if self.spec.num_streams > 1:
             return self._layer_of_streams(backend, x, index)
         if self.spec.memory_size:
@@ -727,8 +744,7 @@ class Network:
         spec, hyper, last = self.spec, self.weights.layers[index].hyper, self.weights.hyper
         assert hyper is not None, "checked by `_check_hyper`"
         if index == 0:
-            ones = np.ones(spec.num_streams, np.float32)
-            x = backend.spread(backend.columns(x, 0, spec.hidden_size), ones, spec.num_streams)
+            x = equal_streams(backend, x, spec)
         for weights, block in ((hyper.mixer, self._mixer_block), (hyper.mlp, self._mlp_block)):
             x = weights.connect(backend, x, spec, partial(block, backend, index=index))
         if index + 1 < spec.num_layers:
@@ -764,6 +780,26 @@ class Network:
         assert score is not None, "checked by `_check_residuals`"
         last = weighted_sum(backend, x, spec.num_streams, score, spec)
         return as_first_stream(backend, last, spec)
+
+    def _layer_of_gated_streams(self, backend: Backend, x: Any, index: int) -> Any:
+        """The same for streams that sublayers read through gates. After the last layer what another
+        sublayer would read takes the place of the first stream, and the others are zero."""
+        spec, weights = self.spec, self.weights.layers[index]
+        if index == 0:
+            x = equal_streams(backend, x, spec)
+        if weights.ngrams is not None:
+            recurrence = spec.layers[index].recurrence
+            assert recurrence is not None, "checked by `ModelSpec`"
+            return weights.ngrams.apply(backend, x, index, recurrence.shape, spec)
+        gates, last = weights.stream_gates, self.weights.stream_gates
+        assert gates is not None and last is not None, "checked by `_check_stream_gates`"
+        for own, block in ((gates.mixer, self._mixer_block), (gates.mlp, self._mlp_block)):
+            y, factors = own.read(backend, x, spec)
+            y = block(backend, y, index)
+            x = backend.add(x, backend.spread(y, factors, spec.num_streams))
+        if index + 1 < spec.num_layers:
+            return x
+        return as_first_stream(backend, last.read(backend, x, spec)[0], spec)
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -1298,6 +1334,8 @@ class Network:
                 query = backend.rms_norm(query, indexer.query_norm, spec.indexer.norm_eps, heads)
             query = query if spec.rope is None else backend.rope(query, heads, spec.rope)
             factors = None if indexer.weights is None else indexer.weights.apply(backend, x)
+            if spec.indexer.key_rope is not None:
+                factors = np.ones(heads, np.float32)
             backend.select(query, factors, heads, index, shape)
         return backend.attend(q, source, shape, weights.sinks, biases)
 
@@ -1316,7 +1354,11 @@ class Network:
         key, indexer = None, weights.indexer
         if spec.indexer is not None and indexer is not None:
             rope, eps = spec.rope, spec.indexer.norm_eps
-            if isinstance(indexer.key, Linear):
+            if spec.indexer.key_rope is not None and isinstance(indexer.key, Linear):
+                stored, rope = spec.stored_inputs, spec.indexer.key_rope
+                assert stored is not None, "checked by `LayerSpec`"
+                key = backend.pool(indexer.key.apply(backend, x), index, stored, 0, None)
+            elif isinstance(indexer.key, Linear):
                 key = indexer.key.apply(backend, x)
             elif spec.attention.has_block_keys:
                 key = _block_key(backend, x, spec, indexer, indexer.key, index)
@@ -1325,7 +1367,7 @@ class Network:
                 assert stored is not None and own is not None
                 first = stored.width - 2 * (1 + own.has_overlap) * spec.indexer.head_dim
                 key, rope = indexer.key.apply(backend, x, index, stored, first), own.entry_rope
-            if not spec.attention.has_block_keys:
+            if isinstance(indexer.key, Linear) or not spec.attention.has_block_keys:
                 key = _normed_key(backend, key, indexer, eps)
             key = key if rope is None else backend.rope(key, 1, rope)
         k, v = keys_values or (None, None)
@@ -1602,12 +1644,12 @@ def _check_layer(
         _check_linear(f"{prefix}the side layer's projection", projection, (hidden, hidden))
     if spec.attention is not None:
         _check_attention(prefix, spec, spec.attention, layer, hidden, width)
-    if (spec.recurrence is None) != (layer.recurrent is None):
+    if (spec.recurrence is None or spec.has_ngrams) != (layer.recurrent is None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
     if spec.recurrence is not None and isinstance(layer.recurrent, RecurrentWeights):
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
     has_pre_norm = spec.norms in ("pre", "both", "stream")
-    has_post_norm = spec.norms not in ("pre", "stream")
+    has_post_norm = spec.norms not in ("pre", "stream", "none")
     has_mlp = spec.mlp != "none"
     first = width if spec.memory == "embeddings" else hidden
     sizes = {
@@ -1707,6 +1749,50 @@ def _check_residuals(spec: ModelSpec, weights: ModelWeights) -> None:
         scores += residuals.matrices
     for score in scores:
         _check_matrix("the score of a block of layers", score, (1, spec.hidden_size))
+
+
+def _check_stream_gates(spec: ModelSpec, weights: ModelWeights) -> None:
+    """Check the gates of streams, and embeddings of n-grams."""
+    has_gates = spec.stream_gate_rank > 0
+    if (weights.stream_gates is not None) != has_gates:
+        raise CheckpointError("only one of the spec and the weights has gates of streams")
+    found = [("the last ", weights.stream_gates)]
+    for index, (shape, layer) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        prefix, gates = f"layer {index}, ", layer.stream_gates
+        if (layer.ngrams is not None) != shape.has_ngrams:
+            raise CheckpointError(f"{prefix}only one of the spec and the weights has n-grams")
+        if (gates is not None) != (has_gates and not shape.has_ngrams):
+            raise CheckpointError(f"{prefix}only one of the spec and the weights has gates")
+        if gates is not None:
+            found += [(prefix, gates.mixer), (prefix, gates.mlp)]
+        if layer.ngrams is not None:
+            _check_ngrams(prefix, spec, shape, layer.ngrams)
+    count, rank = spec.num_streams, spec.stream_gate_rank
+    width = count * spec.hidden_size
+    for prefix, one in found:
+        if one is not None:
+            _check_vector(f"{prefix}norm of streams", one.norm, width)
+            _check_linear(f"{prefix}gates of streams", one.down, (rank, width))
+            _check_linear(f"{prefix}gates of streams", one.up, (width, rank))
+            if one.factors is not None:
+                _check_linear(f"{prefix}factors of streams", one.factors, (count, width))
+
+
+def _check_ngrams(prefix: str, spec: ModelSpec, layer: LayerSpec, weights: NgramWeights) -> None:
+    hashes, hidden, table = weights.hashes, spec.hidden_size, weights.table
+    width, inner = spec.num_streams * hidden, len(hashes.sizes) * table.in_features
+    _check_matrix(f"{prefix}the table", table, (table.out_features, table.in_features))
+    if int((hashes.sizes + hashes.offsets).max()) > table.out_features or hashes.sizes.min() < 1:
+        raise CheckpointError(
+            f"{prefix}the hashes of n-grams exceed the {table.out_features} rows of their table"
+        )
+    _check_linear(f"{prefix}the keys of n-grams", weights.key, (width, inner))
+    _check_linear(f"{prefix}the values of n-grams", weights.value, (hidden, inner))
+    for norm in (weights.key_norm, weights.query_norm, weights.conv_norm):
+        _check_vector(f"{prefix}a norm of n-grams", norm, width)
+    assert layer.recurrence is not None, "checked by `ModelSpec`"
+    size = layer.recurrence.shape.width * layer.recurrence.shape.window
+    _check_vector(f"{prefix}the convolution of n-grams", weights.vectors.conv.ravel(), size)
 
 
 def _check_stream_block(prefix: str, spec: ModelSpec, weights: StreamBlock | None) -> None:

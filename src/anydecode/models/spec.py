@@ -142,7 +142,11 @@ class IndexerSpec:
         num_heads: Heads, which share one key.
         head_dim: Numbers of a query and of the key, a multiple of 8.
         interleaved_rope: Whether checkpoints store rows for rotary pairs (2i, 2i + 1) (GLM-5).
+        has_last_rope: Whether checkpoints store the rows that rotate behind the others (Hy4).
         norm_eps: Of the norm of keys, and of queries.
+        key_rope: The rotary position embedding of keys of blocks that are the normed means of the
+            keys of their positions (Qwen3.8), that of the first of them; the heads' scores are
+            added without weights then. None: other keys.
         has_own_query: Whether queries are made of the attention's inputs, which have a layer norm
             of the indexer's, and have factors (`LayerSpec.has_query_scale`).
         has_weights: Whether the heads' scores are weighted and added, and keys have a layer norm.
@@ -153,9 +157,11 @@ class IndexerSpec:
     num_heads: int
     head_dim: int
     interleaved_rope: bool = False
+    has_last_rope: bool = False
     norm_eps: float = 1e-6
     has_weights: bool = True
     has_own_query: bool = False
+    key_rope: Rope | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,11 +198,18 @@ class HyperSpec:
         eps: Added to numbers and sums.
         has_mean: Whether the mean of the streams after the last layer is taken (GLM-5.3), not a sum
             with factors that depend on the row.
+        magnitude: If given, streams are not mixed, and the factors of a sublayer's output are so
+            many times a sigmoid plus `eps` (Hy4).
     """
 
     iterations: int
     eps: float
     has_mean: bool = False
+    magnitude: float | None = None
+
+    def num_factors(self, streams: int) -> int:
+        """The factors of a sublayer."""
+        return streams * (2 + (streams if self.magnitude is None else 0))
 
 
 @dataclass(frozen=True)
@@ -235,7 +248,7 @@ class LayerSpec:
         norms: Where the norms are: "pre" (most families), "post" (OLMo 2: on the output of each
             sublayer only), "both" (Gemma 2 and 3), "sum" (BERT: on the sum of a sublayer's input
             and output), "stream" (MiniMax-Text-01: on each sublayer's input, which is added to its
-            output as normed).
+            output as normed), "none" (Qwen3.8, whose streams are normed).
         has_second_sum: With the norms "sum", whether the attention's input is added to its normed
             sum once more, and that sum is normed too (Jina's model of code).
         sum_factors: With the norms "stream", the factors of the first sublayer's input and output
@@ -316,6 +329,8 @@ class LayerSpec:
         has_residual_gates: Whether the input of each sublayer is multiplied by factors
             (`LayerWeights.attention_residual`, `LayerWeights.mlp_residual`) before its output is
             added (Muse Spark).
+        has_ngrams: Whether the layer adds embeddings of n-grams (see `models/ngrams.py`); its
+            recurrence is their convolution, and it has nothing else.
         has_head_norm: Whether each head's output is normed, without weights, before a gate.
         qkv_limit: The largest absolute value of queries, keys and values, which are clamped after
             their products (MPT); None: no limit.
@@ -366,6 +381,7 @@ class LayerSpec:
     has_residual_gates: bool = False
     has_head_norm: bool = False
     has_query_scale: bool = False
+    has_ngrams: bool = False
 
     @property
     def of_shared_mlp(self) -> LayerSpec:
@@ -382,7 +398,7 @@ class LayerSpec:
     @property
     def norms_output(self) -> bool:
         """Whether the output of the MLP is normed."""
-        return self.norms not in ("pre", "stream") or self.has_output_norm
+        return self.norms not in ("pre", "stream", "none") or self.has_output_norm
 
     @property
     def stores(self) -> bool:
@@ -396,7 +412,8 @@ class LayerSpec:
         recurrence, of entries, or of an indexer's keys of blocks."""
         shape, own = self.attention, self.shared_key
         if self.indexer is not None and shape is not None and shape.has_block_keys:
-            return Recurrence("pool", 2 * self.indexer.head_dim, shape.index_block)
+            numbers = self.indexer.head_dim * (2 if self.indexer.key_rope is None else 1)
+            return Recurrence("pool", numbers, shape.index_block)
         if own is None or shape is None or shape.entry_size is None:
             return None if self.recurrence is None else self.recurrence.shape
         groups = 1 + own.has_overlap
@@ -446,9 +463,18 @@ class LayerSpec:
     def indexer_order(self, num_heads: int) -> np.ndarray | None:
         """The order in which stored rows of `num_heads` heads of the indexer are loaded; None: as
         stored."""
-        if self.indexer is None or not self.indexer.interleaved_rope:
+        indexer, rope = self.indexer, self.rope
+        if indexer is None or rope is None:
             return None
-        return self._row_order(num_heads, self.indexer.head_dim, 0)
+        first = indexer.head_dim - 2 * rope.frequencies.size if indexer.has_last_rope else 0
+        order = None
+        if indexer.interleaved_rope:
+            order = self._row_order(num_heads, indexer.head_dim, first)
+        if not indexer.has_last_rope:
+            return order
+        order = np.arange(num_heads * indexer.head_dim) if order is None else order
+        last: np.ndarray = np.roll(order.reshape(num_heads, -1), -first, 1).ravel()
+        return last
 
     def _row_order(self, num_heads: int, dim: int, first: int) -> np.ndarray | None:
         """The order of `num_heads` times `dim` rows; the rotary ones of a head start at `first`."""
@@ -615,6 +641,9 @@ class ModelSpec:
     # Layers of a block, whose sum is a stream of its own (Kimi K3, `models/block_residuals.py`):
     # there is a stream for each block, and one for the current sum. 0: there are no such blocks.
     residual_block: int = 0
+    # The rank of the gates through which sublayers read the streams (Qwen3.8, see
+    # `models/gated_streams.py`); 0: there are none.
+    stream_gate_rank: int = 0
     memory_size: int = 0  # numbers of a memory beside the hidden state (SambaY, RemeDi, Zamba2)
     states: StateSpec | None = None  # of a drafter that reads its target's states
     head_size: int = 0  # logits of a drafter whose head has fewer tokens; 0: one per token
@@ -646,6 +675,8 @@ class ModelSpec:
             _check_hyper(self, self.hyper)
         elif self.residual_block:
             _check_residual_blocks(self)
+        elif self.stream_gate_rank:
+            _check_stream_gates(self)
         elif streams > 1:
             _check_streams(self)
         integer("memory_size", self.memory_size, 0)
@@ -716,7 +747,8 @@ class ModelSpec:
     @property
     def predicts_streams(self) -> bool:
         """Whether the streams are those of Gemma 3n, which layers predict and correct."""
-        return self.num_streams > 1 and self.hyper is None and not self.residual_block
+        others = self.hyper is not None or self.residual_block or self.stream_gate_rank
+        return self.num_streams > 1 and not others
 
     @property
     def starts_from_states(self) -> bool:
@@ -732,7 +764,7 @@ class ModelSpec:
     @property
     def starts_at_first_layer(self) -> bool:
         """Whether a row whose input is a hidden state cannot start at a later layer."""
-        has_streams = self.hyper is not None or self.residual_block > 0
+        has_streams = self.num_streams > 1 and not self.predicts_streams
         has_more = self.per_layer_size > 0 or self.memory_size > 0 or has_streams
         return has_more or self.shares_selections
 
@@ -846,6 +878,8 @@ def _check_hyper(spec: ModelSpec, hyper: HyperSpec) -> None:
     integer("the number of streams", spec.num_streams, 2, MAX_STREAMS)
     integer("hc_sinkhorn_iters", hyper.iterations, 1, MAX_COUNT)
     number("hc_eps", hyper.eps, 0.0, 1.0)
+    if hyper.magnitude is not None:
+        number("hc_magnitude", hyper.magnitude)
     _check_sublayers(spec, "hyper-connections")
 
 
@@ -857,15 +891,41 @@ def _check_residual_blocks(spec: ModelSpec) -> None:
     _check_sublayers(spec, "sums of blocks of layers")
 
 
-def _check_sublayers(spec: ModelSpec, name: str) -> None:
-    """The layers of a model with streams are two sublayers, normed before."""
+def _check_stream_gates(spec: ModelSpec) -> None:
+    """Layers are two sublayers without norms, or embeddings of n-grams; one of the former ends the
+    model."""
+    integer("hc_count", spec.num_streams, 2, MAX_STREAMS)
+    integer("hc_lowrank", spec.stream_gate_rank, 1, MAX_COUNT)
+    _check_sublayers(spec, "gates of streams", "none")
+    if spec.layers[-1].has_ngrams or spec.has_final_norm:
+        raise ConfigError("gates of streams follow the last layer, without another norm")
+    if spec.vocab_size > 1 << 24:
+        raise refusal(
+            "vocab_size", spec.vocab_size, f"at most {1 << 24} with embeddings of n-grams"
+        )
+
+
+def _check_sublayers(spec: ModelSpec, name: str, norms: str = "pre") -> None:
+    """The layers of a model with streams are two sublayers with these norms, or n-grams alone."""
     for index, layer in enumerate(spec.layers):
+        if layer.has_ngrams:
+            _check_ngrams(f"layer {index}: ", spec, layer)
+            continue
         is_plain = layer.has_mixer and layer.memory is None and not layer.has_scale
-        if not is_plain or layer.norms != "pre" or layer.mlp == "none" or layer.is_parallel:
-            raise ConfigError(f"layer {index}: {name} need two sublayers, both normed before")
+        if not is_plain or layer.norms != norms or layer.mlp == "none" or layer.is_parallel:
+            raise ConfigError(f"layer {index}: {name} need two sublayers, both normed alike")
     others = (spec.per_layer_size, spec.memory_size, spec.has_position_table)
     if any(others) or spec.residual_scale != 1.0:
         raise ConfigError(f"{name} are without other embeddings, memories and scales")
+
+
+def _check_ngrams(prefix: str, spec: ModelSpec, layer: LayerSpec) -> None:
+    """The convolution has the streams and one channel more."""
+    width = spec.num_streams * spec.hidden_size + 1
+    if layer.attention is not None or layer.mlp != "none" or layer.recurrence is None:
+        raise ConfigError(f"{prefix}embeddings of n-grams have a convolution alone")
+    if layer.recurrence.shape.rule != "conv" or layer.recurrence.shape.width != width:
+        raise refusal(f"{prefix}conv width", layer.recurrence.shape.width, f"{width}")
 
 
 def _check_states(states: StateSpec, hidden_size: int) -> None:
@@ -910,7 +970,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
                 head_dim //= 2
             _check_rope(prefix, rope, head_dim)
     choices = {
-        "norms": ("pre", "post", "both", "sum", "stream"),
+        "norms": ("pre", "post", "both", "sum", "stream", "none"),
         "qk_norm": (None, "head", "heads", "full", "plain"),
         "mlp": ("gated", "plain", "none"),
         "attention_gate": (None, "sigmoid", "softplus"),
@@ -1185,17 +1245,19 @@ def _check_block_keys(prefix: str, layer: LayerSpec, shape: Attention) -> None:
     integer(f"{prefix}index_block", shape.index_block, 1, MAX_ENTRY)
     integer(f"{prefix}local_blocks", shape.local_blocks, 0, 0)
     integer(f"{prefix}num_selections", shape.num_selections, 1, 1)
-    if layer.rope is not None or layer.recurrence is not None or layer.shared_key is not None:
-        raise ConfigError(
-            f"{prefix}an indexer has keys of blocks in attention alone, without rotary embedding"
-        )
+    is_mean = layer.indexer is not None and layer.indexer.key_rope is not None
+    if layer.recurrence is not None or layer.shared_key is not None:
+        raise ConfigError(f"{prefix}an indexer has keys of blocks in attention alone")
+    if layer.indexer is not None and (layer.rope is not None) != is_mean:
+        raise ConfigError(f"{prefix}keys of blocks with a rotary embedding are means")
 
 
 def _check_indexer(prefix: str, layer: LayerSpec, indexer: IndexerSpec, shape: Attention) -> None:
     has_query = layer.low_rank_query is not None or indexer.has_own_query
     if shape.top_k is None or (indexer.has_weights and not has_query):
         raise ConfigError(f"{prefix}an indexer lacks one of top_k and low_rank_query")
-    num_selections = 1 if indexer.has_weights else indexer.num_heads
+    has_sums = indexer.has_weights or indexer.key_rope is not None
+    num_selections = 1 if has_sums else indexer.num_heads
     if shape.num_selections != num_selections:
         raise refusal(f"{prefix}num_selections", shape.num_selections, f"{num_selections}")
     integer(f"{prefix}the indexer's heads", indexer.num_heads, 1, MAX_COUNT)

@@ -127,3 +127,18 @@ def as_first_stream(backend: Backend, stream: Any, spec: ModelSpec) -> Any:
     """`stream` in place of the first one; the others are zero."""
     count = spec.num_streams
     return backend.spread(stream, np.eye(1, count, dtype=np.float32)[0], count)
+
+
+def mean_of_streams(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
+    """The mean of the streams, `[rows, hidden_size]`."""
+    size = spec.hidden_size
+    total = backend.columns(streams, 0, size)
+    for index in range(1, spec.num_streams):
+        total = backend.add(total, backend.columns(streams, index * size, size))
+    return backend.scale(total, 1.0 / spec.num_streams)
+
+
+def equal_streams(backend: Backend, x: Any, spec: ModelSpec) -> Any:
+    """The streams before the first layer, which all are the embedding that x starts with."""
+    ones = np.ones(spec.num_streams, np.float32)
+    return backend.spread(backend.columns(x, 0, spec.hidden_size), ones, spec.num_streams)

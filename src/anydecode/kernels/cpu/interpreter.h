@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "ngrams.h"
 #include "sample.h"
 #include "plan.h"
 #include "pointwise.h"
@@ -182,6 +183,12 @@ static void run_row(const Step *s, int r) {
     case OP_COLLAPSE:
       collapse(a + from, b + (int64_t)r * op->groups, op->width, op->groups, out + to);
       break;
+    case OP_TOKEN: {
+      int32_t token = s->pass->tokens[r];
+      out[to] = (float)(token < 0 ? op->count : token);
+      break;
+    }
+    case OP_NGRAM: ngram_rows(s->pass, op, r, out + to); break;
     case OP_SOFTMAX: softmax_row(a + from, op->width, out + from); break;
     case OP_SPREAD:
       spread(a + from, op->weight ? op->weight : b + (int64_t)r * op->groups, op->width,

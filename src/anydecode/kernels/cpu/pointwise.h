@@ -112,7 +112,7 @@ static void rope_pairs(const float *x, int heads, int head_dim, const float *tab
 
 enum {
   SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU, SOFTPLUS,
-  CAPPED_SWIGLU, LIMITED_SWIGLU, SITU_GLU
+  CAPPED_SWIGLU, LIMITED_SWIGLU, SITU_GLU, SIGNED_ROOT
 };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
@@ -127,6 +127,17 @@ INLINE f8 f8_gelu(f8 x) {
   return f8_mul(x, f8_select_below(x, zero, tail, f8_sub(one, tail)));
 }
 
+/* sqrt(max(|x|, 1e-6)) with the sign of x, and 0 at 0 */
+INLINE f8 f8_signed_root(f8 x) {
+  float v[8];
+  f8_store(v, x);
+  for (int i = 0; i < 8; i++) {
+    float size = fabsf(v[i]), root = sqrtf(size > 1e-6f ? size : 1e-6f);
+    v[i] = v[i] > 0.0f ? root : v[i] < 0.0f ? -root : 0.0f;
+  }
+  return f8_load(v);
+}
+
 /* gelu_tanh(x) = x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3) */
 INLINE f8 f8_activate(f8 x, int activation) {
   if (activation == SILU) return f8_mul(x, f8_sigmoid(x));
@@ -134,6 +145,7 @@ INLINE f8 f8_activate(f8 x, int activation) {
   if (activation == SIGMOID) return f8_sigmoid(x);
   if (activation == IDENTITY) return x;
   if (activation == SOFTPLUS) return f8_softplus(x);
+  if (activation == SIGNED_ROOT) return f8_signed_root(x);
   if (activation == RELU) return f8_max(x, f8_set(0.0f));
   if (activation == RELU2) {
     f8 positive = f8_max(x, f8_set(0.0f));

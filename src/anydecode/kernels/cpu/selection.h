@@ -158,7 +158,8 @@ static void index_positions(const Plan *plan, const Op *op, const float *q, cons
   int64_t size = op->heads / groups * op->index_dim;
   float *scratch = pass->attention_scratch + thread * pass->attention_scratch_floats;
   q += (int64_t)row * op->heads * op->index_dim;
-  if (weights) weights += (int64_t)row * op->heads;
+  if (op->weight) weights = op->weight;
+  else if (weights) weights += (int64_t)row * op->heads;
   if (!selection->is_by_row) {
     uint32_t *orders = selection->orders + ((int64_t)number * groups + group) * selection->longest;
     int first = part * INDEX_POSITIONS;

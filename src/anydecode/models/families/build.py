@@ -22,6 +22,11 @@ from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
 from anydecode.models.families.latent import read_indexer, read_latent, read_low_rank_query
 from anydecode.models.families.learned_rope import with_learned_rope
+from anydecode.models.families.ngrams import (
+    read_gated_sublayers,
+    read_ngrams,
+    read_stream_gates,
+)
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.residual_gates import read_residual_gates
@@ -197,6 +202,9 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, reader: TensorReader)
         weights.hyper = read_last_hyper_weights(reader, spec)
     elif spec.residual_block:
         weights.residual_score = read_residual_score(reader, "output_attn_res", spec.hidden_size)
+    elif spec.stream_gate_rank:
+        name = "hyper_connection_mixer"
+        weights.stream_gates = read_stream_gates(reader, name, spec, has_factors=False)
     elif spec.predicts_streams:
         weights.streams = _read_streams(reader, spec)
     if family.has_states:
@@ -369,6 +377,9 @@ class _LayerReader:
     def read(self) -> LayerWeights:
         if self._spec.memory == "embeddings":
             return self._with_shared_block()
+        if self._spec.has_ngrams:
+            ngrams = read_ngrams(self._reader, self._config, self._name, self._model, self._spec)
+            return LayerWeights(ngrams=ngrams)
         layer, has_mlp = LayerWeights(), self._spec.mlp != "none"
         if self._spec.attention is not None:
             self._read_attention(layer, self._spec.attention)
@@ -395,6 +406,8 @@ class _LayerReader:
             layer.hyper = read_hyper_connections(self._reader, self._name, self._model)
         elif self._model.residual_block:
             layer.residuals = self._residuals()
+        elif self._model.stream_gate_rank:
+            layer.stream_gates = read_gated_sublayers(self._reader, self._name, self._model)
         elif self._model.predicts_streams:
             layer.streams = self._streams(self._model.num_streams)
         if self._spec.has_scale:
@@ -406,7 +419,7 @@ class _LayerReader:
         if self._family.multipliers:
             self._multiply(layer)
         post, both = self._spec.norms in ("post", "sum"), self._spec.norms == "both"
-        if not post:
+        if not post and self._spec.norms != "none":
             has_first = self._spec.has_attention_norm and self._spec.has_mixer
             if has_first:
                 layer.attention_norm = self._norm("input_layernorm")
@@ -511,7 +524,8 @@ class _LayerReader:
         if factor is not None and layer.value is not None:
             layer.value.scale = factor
         if self._spec.has_sinks:
-            options = [f"{self._name}.self_attn.{one}" for one in ("sinks", "attention_sink_bias")]
+            sinks = ("sinks", "attention_sink_bias", "learnable_sink_param")
+            options = [f"{self._name}.self_attn.{one}" for one in sinks]
             name = next(filter(self._reader.has, options), options[0])
             layer.sinks = self._reader.vector(name, shape.num_heads)
         if self._spec.qk_norm == "heads":

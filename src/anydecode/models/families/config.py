@@ -25,6 +25,7 @@ from anydecode.models.families.dispatch import class_names, find_family
 from anydecode.models.families.distance_biases import BIAS_REACH
 from anydecode.models.families.family import Denoising, Family, MixtureOfExperts, Scales
 from anydecode.models.families.nested import completed, with_text_config
+from anydecode.models.families.ngrams import NGRAMS, ngram_layer
 from anydecode.models.families.patterns import (
     CHUNKED,
     FULL,
@@ -54,6 +55,7 @@ from anydecode.models.families.values import (
 from anydecode.models.limits import (
     MAX_COUNT,
     MAX_EXPERTS,
+    MAX_FACTOR,
     MAX_SIZE,
     MAX_TOKENS,
     ConfigError,
@@ -185,6 +187,7 @@ _MULTIMODAL = (
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
     "RForConditionalGeneration",
     "SkyworkR1VChatModel",
     "SmolVLMForConditionalGeneration",
@@ -330,6 +333,7 @@ def spec_from_config(
         num_streams=_num_streams(config, family),
         hyper=_hyper(config) if family.has_hyper_connections else None,
         residual_block=_residual_block(config, family),
+        stream_gate_rank=int_value(config, "hc_lowrank") if family.has_stream_gates else 0,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
         memory_size=int_value(config, "hidden_size")
         if any(layer.memory in ("side", "embeddings", "shortcut", "swaps") for layer in layers)
@@ -352,6 +356,8 @@ def _head_activation(config: Config, family: Family) -> str | None:
 def _num_streams(config: Config, family: Family) -> int:
     if family.has_hyper_connections:
         return int_value(config, "hc_mult")
+    if family.has_stream_gates:
+        return int_value(config, "hc_count")
     if family.has_residual_blocks:
         return 1 + -(-num_layers(config) // _residual_block(config, family))
     return int_value(config, "altup_num_inputs", 4) if family.has_streams else 1
@@ -366,7 +372,8 @@ def _hyper(config: Config) -> HyperSpec:
     """The hyper-connections of a model."""
     iterations = int_value(config, "hc_sinkhorn_iters", high=MAX_COUNT)
     eps = number("hc_eps", config.get("hc_eps"), 0.0, 1.0)
-    return HyperSpec(iterations, eps, bool_value(config, "has_mean_stream"))
+    magnitude = optional_number(config, "hc_magnitude")
+    return HyperSpec(iterations, eps, bool_value(config, "has_mean_stream"), magnitude)
 
 
 def _parallel_drafts(config: Config) -> BlockSpec | None:
@@ -596,9 +603,18 @@ def _indexed(
     dim = int_value(config, "index_head_dim", high=MAX_COUNT)
     shape = replace(shape, index_dim=dim, num_selections=1 if has_weights else heads)
     is_interleaved = bool_value(config, "indexer_rope_interleave")
-    indexer = IndexerSpec(heads, dim, is_interleaved, has_own_query=family.has_query_scale)
+    indexer = IndexerSpec(
+        heads,
+        dim,
+        is_interleaved,
+        bool_value(config, "indexer_rope_last"),
+        norm_eps=_norm_eps(config, family) if bool_value(config, "has_index_eps") else 1e-6,
+        has_own_query=family.has_query_scale,
+    )
     if not has_weights:
         indexer = replace(indexer, has_weights=False, norm_eps=_norm_eps(config, family))
+    if bool_value(config, "has_mean_keys"):
+        shape = replace(shape, num_selections=1)
     return indexer, shape
 
 
@@ -641,10 +657,18 @@ def _capped(own: Config, key: str, activation: Activation) -> Activation:
     return CappedSwiglu(limit) if limit else activation
 
 
-def _shared_activation(own: Config, activation: Activation) -> Activation | None:
+def _expert_activation(own: Config, family: Family, activation: Activation) -> Activation:
+    """That of the experts of a layer."""
+    if not family.has_limited_experts:
+        return _capped(own, "swiglu_cap", activation)
+    limit = number("swiglu_limit", value_or(own, "swiglu_limit", 0.0), -MAX_FACTOR)
+    return LimitedSwiglu(limit) if limit > 0 else activation
+
+
+def _shared_activation(own: Config, family: Family, activation: Activation) -> Activation | None:
     """That of the MLP beside the experts of a layer, if it is not the experts'."""
     shared = _capped(own, "shared_swiglu_cap", activation)
-    return None if shared == _capped(own, "swiglu_cap", activation) else shared
+    return None if shared == _expert_activation(own, family, activation) else shared
 
 
 def _layer_types(config: Config, family: Family) -> list[str]:
@@ -685,6 +709,7 @@ def _layers(
     is_parallel = family.is_parallel and bool_value(config, "use_parallel_residual", True)
     cutoffs: list[float | None] = config["gate_cutoffs"] if family.has_streams else [None] * count
     query_ropes: dict[Rope | None, Rope | None] = {}
+    key_ropes: dict[Rope, Rope] = {}
     temperature: Rope | None = None
     latent: LatentSpec | None = None
     latents: dict[tuple[int, int], LatentSpec] = {}  # layers of equal sizes share the object
@@ -704,6 +729,9 @@ def _layers(
         )
         is_side = kind == SIDE
         kind = FULL if is_side else kind
+        if kind == NGRAMS:
+            layers.append(ngram_layer(config))
+            continue
         has_recurrence = recurrent is not None and kind in (*RECURRENT_TYPES, HYBRID)
         may_be_mlp = family.has_single_sublayers or family.has_missing_sublayers
         is_mlp = may_be_mlp and kind in (MLP, MOE)
@@ -745,6 +773,10 @@ def _layers(
         if has_rope[layer] and not dim:
             raise refusal("qk_rope_head_dim", dim, "more than 0 with rotary embeddings")
         rope = rope_of(own, kind, dim) if dim else None
+        if indexer is not None and bool_value(config, "has_mean_keys") and rope is not None:
+            if rope not in key_ropes:
+                key_ropes[rope] = replace(rope, shift=1 - attention.index_block)
+            indexer = replace(indexer, key_rope=key_ropes[rope])
         if rope not in query_ropes:
             query_ropes[rope] = _query_rope(config, kind, rope)
         if family.has_latent_attention:
@@ -763,8 +795,10 @@ def _layers(
                 has_second_sum=family.has_second_sum,
                 sum_factors=_sum_factors(config, family, kind),
                 qk_norm=family.qk_norm if has_qk_norm else None,
-                activation=_capped(own, "swiglu_cap", activation),
-                shared_activation=_shared_activation(own, activation) if is_moe else None,
+                activation=_expert_activation(own, family, activation)
+                if is_moe
+                else _capped(own, "swiglu_cap", activation),
+                shared_activation=_shared_activation(own, family, activation) if is_moe else None,
                 num_experts=_all_experts(config, family) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 routes_inputs=is_moe and family.moe is not None and family.moe.routes_inputs,

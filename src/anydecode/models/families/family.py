@@ -233,7 +233,11 @@ class Family:
         has_hyper_connections: Whether sublayers have hyper-connections, see `models/hyper.py`.
         has_residual_blocks: Whether sublayers read sums over blocks of layers, see
             `models/block_residuals.py`.
+        has_stream_gates: Whether sublayers read streams through gates, see
+            `models/gated_streams.py`.
         has_limited_swiglu: Whether the activation is a `LimitedSwiglu`.
+        has_limited_experts: Whether that of routed experts alone is one, if `swiglu_limit` is above
+            0.
         query_rank: The config's key for the inner size of low-rank queries, see `LowRankQuery`;
             None for one matrix of queries. Latent attention has a key of its own.
         has_value_norm: See `LayerSpec.has_value_norm`.
@@ -330,7 +334,9 @@ class Family:
     has_shared_key: bool = False
     has_hyper_connections: bool = False
     has_residual_blocks: bool = False
+    has_stream_gates: bool = False
     has_limited_swiglu: bool = False
+    has_limited_experts: bool = False
     query_rank: str | None = None
     has_value_norm: bool = False
     has_layer_scale: bool = False

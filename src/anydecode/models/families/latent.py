@@ -71,7 +71,8 @@ def read_latent(
     output = reader.first(f"{name}.{part}" for part in ("o_proj", "dense"))
     weights.output = reader.linear(output, size, has_bias)
     if spec.attention_gate is not None and weights.attention_gate is None:
-        gate = reader.first(f"{name}.{part}_proj" for part in ("g", "gate"))
+        parts = ("g_proj", "gate_proj", "linear_gate")
+        gate = reader.first(f"{name}.{part}" for part in parts)
         rows = heads if spec.gates_heads else heads * latent.value_dim
         weights.attention_gate = reader.linear(gate, (rows, hidden), False)
     if spec.indexer is not None:
@@ -153,7 +154,7 @@ def _block_keys(reader: TensorReader, values: Linear, name: str, size: int) -> E
 def read_indexer(
     reader: TensorReader, spec: IndexerSpec, name: str, hidden: int, norm_offset: float
 ) -> IndexerWeights:
-    """Read an indexer without weights of its heads (MiniMax-M3).
+    """Read an indexer without weights of its heads (MiniMax-M3, Qwen3.8).
 
     Args:
         reader: The checkpoint's tensors.
@@ -164,13 +165,23 @@ def read_indexer(
         norm_offset: Added to stored norm weights.
     """
     prefix = f"{name}.index_" if reader.has(f"{name}.index_q_proj.weight") else f"{name}.indexer."
-    dim = spec.head_dim
-    query, key = (
-        reader.linear(f"{prefix}{part}_proj", (size, hidden), False)
-        for part, size in (("q", spec.num_heads * dim), ("k", dim))
-    )
+    dim, fused = spec.head_dim, f"{prefix}index_qk_proj"
+    size = spec.num_heads * dim
+    if reader.has(f"{fused}.weight"):  # Qwen3.8
+        query, key = (
+            reader.linear(fused, (size + dim, hidden), False, rows=rows, alias=f"{prefix}{part}")
+            for part, rows in (("q_proj", slice(0, size)), ("k_proj", slice(size, None)))
+        )
+    else:
+        query, key = (
+            reader.linear(f"{prefix}{part}_proj", (rows, hidden), False)
+            for part, rows in (("q", size), ("k", dim))
+        )
     query_norm, norm = (
-        reader.vector(f"{prefix}{part}_norm.weight", dim, norm_offset) for part in "qk"
+        reader.vector(f"{one}.weight", dim, norm_offset)
+        for one in (
+            reader.first((f"{prefix}{part}_norm", f"{prefix}{part}_layernorm")) for part in "qk"
+        )
     )
     return IndexerWeights(query, key, norm, query_norm=query_norm)
 

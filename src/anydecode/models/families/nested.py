@@ -71,6 +71,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         n_routed_experts=256,
     ),
     "qwen2_5_omni_text": _sizes(152064, 3584, 18944, 28, 28, 4, 32768, rope_theta=1e6),
+    "qwen4_exp_text": _sizes(
+        *(248320, 2048, 512, 40, 16, 2, 32768),
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts_per_tok=10,
+        n_routed_experts=512,
+    ),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8, 2, 32768),
     "embedding_gemma2_text": _sizes(262144, 512, 2048, 24, 4, 2, 262144),

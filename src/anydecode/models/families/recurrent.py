@@ -340,7 +340,10 @@ def _delta_spec(config: Config) -> RecurrentSpec:
     window = int_value(config, "linear_conv_kernel_dim", 4, high=MAX_COUNT)
     is_tiled = bool_value(config, "has_tiled_keys")  # GGUF files of Qwen3.5
     shape = _shape("delta", window, (heads, dim), (groups, size), has_tiled_keys=is_tiled)
-    return RecurrentSpec(shape, norm="before", norm_groups=heads)
+    gate = value_or(config, "output_gate_type", "silu")  # of Qwen3.8
+    if gate not in ("silu", "sigmoid"):
+        raise refusal("output_gate_type", gate, "'silu' or 'sigmoid'")
+    return RecurrentSpec(shape, gate=gate, norm="before", norm_groups=heads)
 
 
 def _read_delta(

@@ -139,18 +139,23 @@ def _entry(
 
 def read_hyper_connections(reader: TensorReader, layer: str, spec: ModelSpec) -> HyperConnections:
     """The hyper-connections of a layer."""
+    assert spec.hyper is not None, "the model has hyper-connections"
     count = spec.num_streams
-    sizes = (count, count, count * count)
+    sizes = (count, count) if spec.hyper.magnitude is not None else (count, count, count * count)
     names = [f"{layer}.{part}_hc." for part in ("attn", "ffn")]
     if not reader.has(f"{names[0]}fn"):  # as published for GLM-5.3
         names = [f"{layer}.hc_{part}_" for part in ("attn", "ffn")]
+    if not reader.has(f"{names[0]}fn"):  # and for Hy4
+        names = [f"{layer}.hc_{part}_layer.hc_pre.hc_" for part in ("attn", "mlp")]
     mixer, mlp = (_hyper(reader, name, sizes, spec) for name in names)
     return HyperConnections(mixer, mlp)
 
 
 def read_last_hyper_weights(reader: TensorReader, spec: ModelSpec) -> HyperWeights:
     """Those of the streams after the last layer."""
-    return _hyper(reader, "hc_head.hc_", (spec.num_streams,), spec)
+    published = "hc_head.hc_head_"  # for Hy4
+    prefix = published if reader.has(f"{published}fn") else "hc_head.hc_"
+    return _hyper(reader, prefix, (spec.num_streams,), spec)
 
 
 def _hyper(

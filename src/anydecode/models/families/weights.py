@@ -112,6 +112,32 @@ class TensorReader:
             )
         return np.ascontiguousarray(tensor, np.int32)
 
+    def integers(self, name: str, size: int) -> np.ndarray:
+        """A one-dimensional tensor of integers above or at 0, int64."""
+        tensor = self._read(name)
+        if isinstance(tensor, Weight) or tensor.dtype.kind not in "iu":
+            raise CheckpointError(f"{self._source}: {self._full_name(name)} has no integers")
+        self._check(name, tuple(tensor.shape), (size,))
+        if int(tensor.min(initial=0)) < 0:
+            raise CheckpointError(f"{self._source}: {self._full_name(name)} has a negative number")
+        return tensor.astype(np.int64)
+
+    def table(self, name: str, width: int) -> Weight:
+        """A matrix of any number of rows of `width` numbers, which may be stored in parts, as
+        `shard_0` and so on."""
+        if self.has(f"{name}.weight"):
+            return self.matrix(name, (self.shape(f"{name}.weight")[0], width), is_outer=True)
+        parts: list[Weight] = []
+        while self.has(f"{name}.shard_{len(parts)}.weight"):
+            part = f"{name}.shard_{len(parts)}"
+            parts.append(self.matrix(part, (self.shape(f"{part}.weight")[0], width), is_outer=True))
+        if not parts or len({(part.format, part.scale) for part in parts}) > 1:
+            raise CheckpointError(
+                f"{self._source}: {self._full_name(name)} is missing, or in several formats"
+            )
+        data = np.concatenate([part.data for part in parts])
+        return replace(parts[0], out_features=len(data), data=data)
+
     def matrix(
         self,
         name: str,

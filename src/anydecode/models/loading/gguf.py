@@ -151,6 +151,8 @@ def _convert(
         _, layer, part = module.split(".", 2) if module.count(".") >= 2 else ("", "", "")
         prefix = f"model.layers.{layer}."
         num_layers = config["num_hidden_layers"]
+        if "stored_layers" in config:  # fewer than the model's
+            num_layers = config["stored_layers"][-1] + 1
         num_unused = config.get("num_nextn_predict_layers", 0)
         is_extra = layer.isdigit() and num_layers <= int(layer) < num_layers + num_unused
         count = config.get("num_local_experts") or config.get("num_experts") or 0
@@ -185,7 +187,10 @@ def _convert(
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if target.endswith(".norm") and f"{target}.{leaf}" in FLAT:
         return [_vector(file, info, f"{target}.{leaf}", prefix, config)]
-    if part in ("shortconv.conv", "ssm_conv1d", *_SEPARATE_CONVS) and leaf == "weight":
+    if (
+        part in ("shortconv.conv", "ssm_conv1d", "ple_conv1d", *_SEPARATE_CONVS)
+        and leaf == "weight"
+    ):
         shape = (info.shape[0], 1, *info.shape[1:])
         if part in _SEPARATE_CONVS:
             shape = (math.prod(info.shape[:-1]), 1, info.shape[-1])
@@ -199,7 +204,8 @@ def _convert(
         own = layer_config(config, int(layer))
         heads = own["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(deinterleaved, reader, heads)
-    is_norm = info.name.endswith("norm.weight") and part != "ssm_norm"
+    is_norm = info.name.endswith("norm.weight") or part.startswith("ple_norm_")
+    is_norm = is_norm and part != "ssm_norm"
     has_offset = bool(prefix) or FAMILIES[config["model_type"]].has_final_offset
     if architecture in ONE_ADDED and is_norm and has_offset:
         reader = partial(_minus_one, reader)

@@ -75,6 +75,7 @@ from anydecode.models.loading.gguf_experts import (
     grok,
     hunyuan_moe,
     hy_v3,
+    hy_v4,
     kimi_k3,
     kimi_linear,
     laguna,
@@ -118,6 +119,7 @@ from anydecode.models.loading.gguf_recurrent import (
     mamba_2,
     nemotron_h,
     plamo2,
+    qwen4_exp,
     rwkv6,
     rwkv7,
 )
@@ -208,6 +210,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "deci": deci,
         "openelm": openelm,
         "hy_v3": hy_v3,
+        "hy_v4": hy_v4,
         "mellum": mellum,
         "mimo2": mimo2,
         "kimi-linear": kimi_linear,
@@ -254,6 +257,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "qwen3next": gated_delta,
         "qwen35": gated_delta,
         "qwen35moe": gated_delta,
+        "qwen4exp": qwen4_exp,
     }.get(keys.architecture)
     if extend is not None:
         extend(keys, config)

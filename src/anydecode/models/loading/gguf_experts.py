@@ -150,6 +150,19 @@ def hy_v3(keys: Keys, config: dict[str, Any]) -> None:
     config["norm_topk_prob"] = keys.get("expert_weights_norm", False)
 
 
+def hy_v4(keys: Keys, config: dict[str, Any]) -> None:
+    """Hy4: DeepSeek-V3.2 with hyper-connections that mix no streams."""
+    sparse_deepseek(keys, config)
+    limited = keys.get("swiglu_clamp_exp", None) is not None
+    config |= {
+        "swiglu_limit": _one_limit(keys) if limited else 0.0,
+        "hc_mult": keys.count("hyper_connection.count"),
+        "hc_eps": keys.number("hyper_connection.epsilon"),
+        "hc_magnitude": keys.number("hyper_connection.magnitude"),
+    }
+    derive(config)
+
+
 def mellum(keys: Keys, config: dict[str, Any]) -> None:
     """Mellum 2: the scaling of rotary frequencies is that of layers with full attention."""
     qwen3_moe(keys, config)
@@ -198,7 +211,7 @@ def mimo2(keys: Keys, config: dict[str, Any]) -> None:
             config[heads] = number
             first = types.index(kind)
             config[sinks] = f"blk.{first}.attn_sinks.weight" in keys.file.tensors
-    _derive(config)
+    derive(config)
 
 
 def _number_of_type(keys: Keys, key: str, types: list[str], kind: str) -> int | None:
@@ -250,7 +263,7 @@ def kimi_k3(keys: Keys, config: dict[str, Any]) -> None:
     }
     if keys.get("expert_latent_length", None) is not None:
         config["moe_latent_size"] = keys.count("expert_latent_length")
-    _derive(config)
+    derive(config)
 
 
 def bailing_hybrid(keys: Keys, config: dict[str, Any]) -> None:
@@ -283,7 +296,7 @@ def laguna(keys: Keys, config: dict[str, Any]) -> None:
         "gating": gate is None or gate.shape[0] == heads[0] or "per-element",
         "rope_parameters": _own_ropes(keys, config),
     }
-    _derive(config)
+    derive(config)
 
 
 def step35(keys: Keys, config: dict[str, Any]) -> None:
@@ -311,7 +324,7 @@ def step35(keys: Keys, config: dict[str, Any]) -> None:
         "swiglu_limits_shared": keys.get("swiglu_clamp_shexp", None),
         "rope_parameters": _own_ropes(keys, config, full_share=0.5),
     }
-    _derive(config)
+    derive(config)
 
 
 def cohere2_moe(keys: Keys, config: dict[str, Any]) -> None:
@@ -332,7 +345,7 @@ def cohere2_moe(keys: Keys, config: dict[str, Any]) -> None:
         "scoring_func": "sigmoid" if is_sigmoid else "softmax",
         "norm_topk_prob": keys.get("expert_weights_norm", False),
     }
-    _derive(config)
+    derive(config)
 
 
 def smallthinker(keys: Keys, config: dict[str, Any]) -> None:
@@ -375,7 +388,7 @@ def minimax_m3(keys: Keys, config: dict[str, Any]) -> None:
         "index_local_blocks": keys.count("attention.indexer.local_blocks", 1, low=0),
         "indexer_types": _indexer_types(keys, config, "indexer.q_proj", "none"),
     }
-    _derive(config)
+    derive(config)
 
 
 def _own_ropes(keys: Keys, config: dict[str, Any], full_share: float = 1.0) -> dict[str, Any]:
@@ -400,7 +413,7 @@ def _own_ropes(keys: Keys, config: dict[str, Any], full_share: float = 1.0) -> d
     }
 
 
-def _derive(config: dict[str, Any]) -> None:
+def derive(config: dict[str, Any]) -> None:
     """Add what the family computes from the keys of a config."""
     family = FAMILIES[config["model_type"]]
     assert family.derived is not None
@@ -490,7 +503,7 @@ def glm5_next(keys: Keys, config: dict[str, Any]) -> None:
         "swiglu_limit": _one_limit(keys),
         **_hyper_connections(keys),
     }
-    _derive(config)
+    derive(config)
 
 
 def _hyper_connections(keys: Keys) -> dict[str, Any]:
@@ -538,7 +551,7 @@ def deepseek_v4(keys: Keys, config: dict[str, Any]) -> None:
         "index_topk": keys.count("attention.indexer.top_k"),
         **_hyper_connections(keys),
     }
-    _derive(config)
+    derive(config)
 
 
 def _indexer_types(keys: Keys, config: dict[str, Any], part: str, other: str) -> list[str]:

@@ -22,6 +22,11 @@ OWN_OUTER = {
         {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
     ),
     "kimi-k3": {"output_res_score": "model.output_attn_res_score"},
+    "qwen4exp": {
+        "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
+        "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
+        "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up",
+    },
     "diffusion-gemma": {
         "self_cond_pre_norm": "model.self_conditioning.pre_norm",
         **{
@@ -102,6 +107,23 @@ _GATED_DELTA = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+}
+#: The gates before sublayers of Qwen3.8, and its embeddings of n-grams.
+_STREAM_GATES = {
+    f"hc_{part}_{kind}": f"{own}_hyper_connection.{name}"
+    for part, own in (("attn", "attn"), ("ffn", "mlp"))
+    for kind, name in (
+        ("norm", "hc_norm"),
+        ("down", "input_mix_weight_down"),
+        ("up", "input_mix_weight_up"),
+        ("inject", "block_inject_weight"),
+    )
+}
+_NGRAMS = {
+    "ple_key": "ple.key_proj",
+    "ple_value": "ple.value_proj",
+    **{f"ple_norm_{part}": f"ple.norm_{part}" for part in ("key", "query", "conv")},
+    "ple_conv1d": "ple.conv1d",
 }
 _SHORT_CONV = {
     "shortconv.in_proj": "conv.in_proj",
@@ -249,6 +271,13 @@ OVERRIDES = {
     "qwen3next": {**_GATED_DELTA, **_QWEN_EXPERTS},
     "qwen35": _GATED_DELTA,
     "qwen35moe": {**_GATED_DELTA, **_QWEN_EXPERTS},
+    "qwen4exp": {
+        **_GATED_DELTA,
+        **_QWEN_EXPERTS,
+        **_BLOCK_INDEXER,
+        **_STREAM_GATES,
+        **_NGRAMS,
+    },
     "lfm2": _SHORT_CONV,
     "lfm2moe": {**_SHORT_CONV, "ffn_gate_inp": "mlp.gate"},
     "rwkv6": {
@@ -322,6 +351,12 @@ OVERRIDES = {
     **dict.fromkeys(
         ("deepseek32", "glm-dsa"), {**_LATENT, **_shared("shared_experts"), **_INDEXER}
     ),
+    "hy_v4": {
+        **_LATENT,
+        **_shared("shared_experts"),
+        **_INDEXER,
+        "attn_gate": "self_attn.gate_proj",
+    },
     "deepseek4": {
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_norm",
@@ -408,13 +443,23 @@ EXPERTS = {
     ),
     **dict.fromkeys(
         (
-            *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "olmoe", "glm4moe", "gpt-oss"),
+            *("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe", "qwen4exp", "olmoe", "glm4moe"),
+            "gpt-oss",
             *("granitemoe", "granite_swa", "granitehybrid", "lfm2moe", "ernie4_5-moe"),
             *("dbrx", "deepseek", "deepseek2-ocr", "deepseek4", *_DEEPSEEK),
             *("llada-moe", "rnd1", "dots1", "minimax-m2", "hunyuan-moe", "qwen3vlmoe"),
             "minimax-01",
             *("bailingmoe", "bailingmoe2", "afmoe", "exaone-moe"),
-            *("hy_v3", "mellum", "mimo2", "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
+            *(
+                "hy_v3",
+                "hy_v4",
+                "mellum",
+                "mimo2",
+                "kimi-linear",
+                "kimi-k3",
+                "bailingmoe3",
+                "glm5-next",
+            ),
             *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple"),
         ),
         _MLP_EXPERTS,
@@ -422,7 +467,7 @@ EXPERTS = {
 }
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
-    (*_DEEPSEEK, "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
+    (*_DEEPSEEK, "hy_v4", "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
     {"attn_k_b": "self_attn.k_b_proj.{}", "attn_v_b": "self_attn.v_b_proj.{}"},
 )
 #: Vectors whose Hugging Face names have no suffix.
@@ -474,7 +519,7 @@ OWN_VECTORS = {
     },
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _GATED_DELTA_VECTORS),
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "qwen4exp"), _GATED_DELTA_VECTORS),
     **dict.fromkeys(("kimi-linear", "kimi-k3", "bailingmoe3"), _KIMI_VECTORS),
     "deepseek4": {
         "attn_compressor_ape.weight": "self_attn.compressor.position_bias",
@@ -491,6 +536,7 @@ OWN_VECTORS = {
         },
     },
     "hy_v3": {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
+    "hy_v4": _HYPER,
     "hrm_text": {"z_l_init": "z_L_init"},
 }
 #: Vectors that are stored as matrices, those of Mamba-2 with one row per group or head.
@@ -503,7 +549,7 @@ UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
-    *("step35", "cohere2moe", "bailingmoe3", "deepseek4", "glm5-next"),
+    *("step35", "cohere2moe", "bailingmoe3", "deepseek4", "glm5-next", "qwen4exp", "hy_v4"),
 )
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
@@ -521,7 +567,7 @@ INTERLEAVED = (
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (
     *("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron"),
-    *("qwen3next", "qwen35", "qwen35moe", "step35", "minimax-m3", "muse-glimmer"),
+    *("qwen3next", "qwen35", "qwen35moe", "qwen4exp", "step35", "minimax-m3", "muse-glimmer"),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from anydecode.errors import CheckpointError
 from anydecode.models.limits import MAX_COUNT, MAX_EXPERTS, refusal
 from anydecode.models.loading.gguf_dense import granite
+from anydecode.models.loading.gguf_experts import derive
 from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import partial_rotary, windows
 
@@ -232,6 +233,39 @@ def gated_delta(keys: Keys, config: dict[str, Any]) -> None:
     _experts(keys, config)
     shared = keys.count("expert_shared_feed_forward_length", config["intermediate_size"])
     config["shared_expert_intermediate_size"] = shared
+
+
+def qwen4_exp(keys: Keys, config: dict[str, Any]) -> None:
+    """Qwen3.8. Blocks of positions are as large in all layers."""
+    gated_delta(keys, config)
+    sizes = {size for size in keys.counts("attention.compress_ratios", low=0) if size}
+    if len(sizes) != 1:
+        raise refusal(keys.name("attention.compress_ratios"), sorted(sizes), "one size")
+    config |= {
+        "output_gate_type": "sigmoid",
+        "hc_count": keys.count("hyper_connection.count"),
+        "hc_lowrank": keys.count("hyper_connection.low_rank"),
+        "indexer_n_heads": keys.count("attention.indexer.head_count"),
+        "indexer_head_dim": keys.count("attention.indexer.key_length"),
+        "indexer_budget": keys.count("attention.indexer.top_k"),
+        "indexer_compress_ratio": sizes.pop(),
+    }
+    layers = keys.get("ple.layers", [])
+    if layers:
+        order, heads = keys.count("ple.ngram_size", low=2), keys.count("ple.heads_per_ngram")
+        size = keys.count("embedding_length_per_layer_input")
+        config |= {
+            "ple_layer_ids": [layer + 1 for layer in layers],
+            "ngram_size": order,
+            "heads_per_ngram": heads,
+            "ple_conv_kernel_size": keys.count("ple.conv_kernel"),
+            "ple_eos_token_id": keys.count("ple.eos_token_id", low=0),
+            "ple_embed_dim": (order - 1) * heads * size,
+            "layer_multipliers": keys.get("ple.layer_multipliers"),
+            "ngram_heads_vocab_sizes": keys.get("ple.head_vocab_sizes"),
+            "ngram_heads_offsets": keys.get("ple.head_offsets"),
+        }
+    derive(config)
 
 
 def _delta_layers(keys: Keys, count: int) -> list[str]:

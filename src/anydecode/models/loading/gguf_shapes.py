@@ -7,6 +7,7 @@ from pathlib import Path
 
 from anydecode.errors import CheckpointError
 from anydecode.models.families.config import is_expert_layer, num_experts, shared_size
+from anydecode.models.families.ngrams import NGRAMS
 from anydecode.models.families.patterns import MLP, MOE, cache_layers
 from anydecode.models.families.recurrent import HYBRID
 from anydecode.models.families.shared_key import SELECTED, SLIDING
@@ -21,7 +22,10 @@ _KEYS_VALUES = ("k_proj", "v_proj")
 
 def check_shapes(path: Path, architecture: str, config: Config, shapes: dict[str, Shape]) -> None:
     """Check that every tensor the config requires is present and has the right shape."""
+    stored_name = FAMILIES[config["model_type"]].stored_name
     for name, shape, required in _expected_shapes(architecture, config):
+        if stored_name is not None and name.startswith("model."):
+            name = f"model.{stored_name(config, name.removeprefix('model.'))}"
         found = shapes.get(name)
         if found is None and required:
             raise CheckpointError(f"{path}: the tensor for {name!r} is missing")
@@ -47,6 +51,9 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         name = family.names.get("embed_norm", "embed_norm")
         for leaf in ("weight", "bias") if family.has_norm_bias else ("weight",):
             yield f"model.{name}.{leaf}", (hidden,), True
+    if family.has_stream_gates:
+        for name, shape in _gate_shapes(config, has_factors=False).items():
+            yield f"model.hyper_connection_mixer.{name}", shape, True
     if family.has_residual_blocks:
         yield "model.output_attn_res_score.weight", (hidden,), True
     if family.has_states:
@@ -75,6 +82,10 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
     for layer in range(config["num_hidden_layers"]):
         start, own = f"model.layers.{layer}.", layer_config(config, layer)
         kind = layer_types[layer]
+        if kind == NGRAMS:
+            for name, shape in _ngram_shapes(config).items():
+                yield start + name, shape, True
+            continue
         matrices, vectors = _attention_shapes(architecture, own)
         vectors |= _norm_shapes(config, layer)
         if config.get("indexer_types", [])[layer : layer + 1] == ["full"]:
@@ -109,9 +120,14 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
         if family.has_hyper_connections:
             for part in ("attn", "ffn"):
                 count = config["hc_mult"]
-                parts = _hyper_shapes(config, (count, count, count * count))
+                is_mixed = config.get("hc_magnitude") is None
+                sizes = (count, count, count * count) if is_mixed else (count, count)
+                parts = _hyper_shapes(config, sizes)
                 for leaf, shape in parts.items():
                     yield f"{start}{part}_hc.{leaf}", shape, True
+        for part in ("attn", "mlp") if family.has_stream_gates else ():
+            for name, shape in _gate_shapes(config).items():
+                yield f"{start}{part}_hyper_connection.{name}", shape, True
         for part in ("self_attention", "mlp") if family.has_residual_blocks else ():
             yield f"{start}{part}_res_score.weight", (hidden,), True
         if config.get("latent_moe_use_norm") and is_expert_layer(config, layer):
@@ -145,6 +161,30 @@ def _expected_shapes(architecture: str, config: Config) -> Iterator[tuple[str, S
             yield f"{start}mlp.gate.e_score_correction_bias", (num_experts(config),), True
 
 
+def _gate_shapes(config: Config, has_factors: bool = True) -> dict[str, Shape]:
+    """The shapes of gates through which a sublayer reads streams."""
+    count, rank = config["hc_count"], config["hc_lowrank"]
+    width = count * config["hidden_size"]
+    shapes: dict[str, Shape] = {
+        "hc_norm.weight": (width,),
+        "input_mix_weight_down.weight": (rank, width),
+        "input_mix_weight_up.weight": (width, rank),
+    }
+    return shapes | ({"block_inject_weight.weight": (count, width)} if has_factors else {})
+
+
+def _ngram_shapes(config: Config) -> dict[str, Shape]:
+    """The shapes of embeddings of n-grams, but for their table."""
+    hidden, inner = config["hidden_size"], config["ple_embed_dim"]
+    width = config["hc_count"] * hidden
+    return {
+        "ple.key_proj.weight": (width, inner),
+        "ple.value_proj.weight": (hidden, inner),
+        **{f"ple.norm_{part}.weight": (width,) for part in ("key", "query", "conv")},
+        "ple.conv1d.weight": (width, 1, config["ple_conv_kernel_size"]),
+    }
+
+
 def _stream_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
     """The shapes of the matrices and norms by which a layer predicts and corrects streams."""
     hidden, count, rank = (
@@ -163,7 +203,7 @@ def _stream_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
 def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
     """The sizes of a layer's norms, but for those of its attention."""
     family, hidden = FAMILIES[config["model_type"]], config["hidden_size"]
-    if not family.has_norm_weights:
+    if not family.has_norm_weights or family.norms == "none":
         return {}
     is_shared = family.shares_norm and config.get("use_parallel_residual", True)
     names = [] if family.mlp == "none" or is_shared else ["post_attention_layernorm"]
@@ -315,7 +355,8 @@ def _latent_shapes(config: Config) -> tuple[dict[str, Shape], dict[str, int]]:
         norms["self_attn.q_a_layernorm"] = inner
     family = FAMILIES[config["model_type"]]
     if family.attention_gate and config.get("use_attention_gate", True):
-        matrices["self_attn.g_proj"] = (heads * (1 if family.gates_heads else value), hidden)
+        name = "gate_proj" if config["model_type"] == "hy_v4" else "g_proj"
+        matrices[f"self_attn.{name}"] = (heads * (1 if family.gates_heads else value), hidden)
     if config["has_stacked_heads"]:
         for head in range(heads):
             matrices[f"self_attn.k_b_proj.{head}"] = (rank, key)
