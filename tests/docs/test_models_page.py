@@ -17,9 +17,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 
 
 def rows() -> list[tuple[list[str], list[str]]]:
-    """The model types and the GGUF architectures of each row of the tables."""
+    """The model types and the GGUF architectures of each row of the tables of families."""
     found = []
-    for line in PAGE.read_text().splitlines():
+    for line in PAGE.read_text().partition("\n## What differs between families")[0].splitlines():
         cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")]
         if line.startswith("|") and len(cells) > 1 and cells[1]:
             found.append((cells[1], cells[2] if len(cells) > 2 else []))
