@@ -182,6 +182,12 @@ def test_the_benchmark_prints_what_lm_eval_finds(
         assert error == pytest.approx(results[task]["acc_stderr,none"])
     mean, _ = found["float16", "gsm8k_number", "nats per answer"]["anydecode"]
     assert math.exp(mean) == pytest.approx(results["gsm8k_number"]["perplexity,none"])
+    totals = []
+    for problem in PROBLEMS:  # lm-eval puts no space between the context and the continuation
+        solution, number = problem["answer"].split("\n#### ")
+        context = f"Question: {problem['question']}\nAnswer: {solution}\nThe answer is"
+        totals.append(llm.score(context, f" {number}").total)
+    assert mean == pytest.approx(-sum(totals) / len(totals))
     mean, _ = found["float16", "gsm8k_text", "bits per byte"]["anydecode"]
     assert mean == pytest.approx(results["gsm8k_text"]["bits_per_byte,none"])
     assert found["int8", "gsm8k_text", "bits per byte"]["anydecode"][0] != pytest.approx(mean)
