@@ -17,7 +17,8 @@ from remote_encoders import REMOTE
 #: What has no classes in `transformers`: what the logits are compared with, by model type.
 OTHER_REFERENCES = {
     "minicpm": "Granite of `transformers`",
-    **dict.fromkeys(("rwkv6", "rwkv7"), "the paper's equations"),
+    **dict.fromkeys(("rwkv6", "rwkv7", "arwkv7"), "the paper's equations"),
+    "rwkv6qwen2": "the equations of the published code",
     "step3_text": "an implementation of the published code",
     "step3p5": "Step-3.7 of `transformers`",
     "muse_glimmer_text": "`transformers`, 1 setting",
@@ -116,6 +117,9 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
         architecture = deepseek.ARCHITECTURES.get(key, "deepseek2")
         yield model_type(family), architecture, key not in deepseek.NOT_OF_LLAMA_CPP
     yield "rwkv6", "rwkv6", True
+    yield "rwkv6qwen2", "rwkv6qwen2", True
+    for _ in range(2):
+        yield "arwkv7", "arwkv7", True
     yield "rwkv7", "rwkv7", True
     yield "hrm_text", "hrm_text", True
     yield "kimi_k3", "kimi-k3", True

@@ -40,6 +40,8 @@ class Decoder:
         experts: How many run for a token.
         router: Which function the chosen scores have: "softmax" or "sigmoid".
         routes_inputs: Whether the router reads the inputs of the layer.
+        reads_states: Whether the experts beside an MLP read what that reads, before its norm.
+        group: How many experts share one of `mlp.chunk_experts`, and its factor.
         softcaps: Of the scores of attention, of the router's outputs and of logits; infinity: none.
         scale: Of scores; None: the usual one.
         embedding_scale: Of embeddings.
@@ -59,6 +61,8 @@ class Decoder:
     experts: int = 0
     router: str = "softmax"
     routes_inputs: bool = False
+    reads_states: bool = False
+    group: tuple[int, float] = (1, 0.0)
     softcaps: tuple[float, float, float] = (np.inf, np.inf, np.inf)
     scale: float | None = None
     embedding_scale: float = 1.0
@@ -81,7 +85,13 @@ class Decoder:
             x = x + (self._norm(y, f"{name}.post_attention_layernorm") if has_more else y)
             second = "pre_feedforward" if has_more else "post_attention"
             y = self._norm(x, f"{name}.{second}_layernorm")
-            if self.experts:
+            if f"{name}.residual_layernorm.weight" in self.tensors:  # beside the experts
+                read = x if self.reads_states else start
+                read = self._norm(read, f"{name}.post_attention_layernorm")
+                y = self._norm(x, f"{name}.residual_layernorm")
+                y = self._mlp(y, f"{name}.mlp.residual_mlp", np.inf)
+                y = y + self._experts(read, read, f"{name}.mlp")
+            elif self.experts:
                 y = self._experts(y, start if self.routes_inputs else y, f"{name}.mlp")
             else:
                 y = self._mlp(y, f"{name}.mlp", np.inf)
@@ -208,6 +218,9 @@ class Decoder:
             for expert, weight in zip(chosen, weights / weights.sum(), strict=True):
                 output = self._mlp(x[row], f"{name}.experts.{expert}", self.limit)
                 found[row] += weight * output
+                if self.group[1]:
+                    further = f"{name}.chunk_experts.{expert // self.group[0]}"
+                    found[row] += weight * self.group[1] * self._mlp(x[row], further, np.inf)
         if f"{name}.up_proj.weight" in self.tensors:
             found = (found + self._mlp(x, name, np.inf)) / np.sqrt(2)
         return found

@@ -151,11 +151,12 @@ def _stacked(tensors: Tensors) -> Tensors:
     found: Tensors = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for key, tensor in tensors.items():
-        if ".experts." not in key:
+        if "experts." not in key:
             found[key] = tensor
             continue
         layer, part = key.split(".mlp.")[0], key.split(".")[-2].removesuffix("_proj")
-        stacks.setdefault(f"{layer}.ffn_{part}_exps.weight", []).append(tensor)
+        kind = "chexps" if ".chunk_experts." in key else "exps"
+        stacks.setdefault(f"{layer}.ffn_{part}_{kind}.weight", []).append(tensor)
     return found | {key: np.stack(stack) for key, stack in stacks.items()}
 
 
@@ -456,6 +457,54 @@ def _codeshell_layout(tensors: Tensors) -> Tensors:
     return _renamed(names)(_fused(tensors, "attn.c_attn"))
 
 
+GROUP_INNER = 24
+
+
+def _grove(seed: int) -> Decoder:
+    tensors, matrix = random_tensors(seed, experts=6, head_norms=True), random_matrices(seed + 100)
+    tensors["model.embed_tokens.weight"] /= 6
+    for layer in range(3):
+        for group in range(3):
+            name = f"model.layers.{layer}.mlp.chunk_experts.{group}"
+            for part, shape in (("gate", (1, 0)), ("up", (1, 0)), ("down", (0, 1))):
+                sizes = [(HIDDEN, GROUP_INNER)[axis] for axis in shape]
+                tensors[f"{name}.{part}_proj.weight"] = 4 * matrix(*sizes)
+    return Decoder(tensors, [500.0] * 3, experts=3, group=(2, 0.3))
+
+
+def _arctic(seed: int) -> Decoder:
+    tensors, matrix = random_tensors(seed, experts=6, head=True), random_matrices(seed + 100)
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        tensors[f"{name}.residual_layernorm.weight"] = 1 + 0.3 * matrix(1, HIDDEN)[0]
+        for part in ("gate", "up", "down"):
+            weight = 2 * matrix(HIDDEN, HIDDEN)
+            tensors[f"{name}.mlp.residual_mlp.{part}_proj.weight"] = weight
+    return Decoder(tensors, [500.0] * 3, experts=2, eps=1e-5)
+
+
+def _arctic_layout(tensors: Tensors) -> Tensors:
+    names = {
+        "mlp.residual_mlp": "residual_mlp",
+        "mlp.gate.": "block_sparse_moe.gate.",
+        "mlp.experts": "block_sparse_moe.experts",
+    }
+    parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return {
+        _renamed(parts)({key: x}).popitem()[0] if "self_attn" not in key else key: x
+        for key, x in _renamed(names)(tensors).items()
+    }
+
+
+def _arctic_stored(tensors: Tensors) -> Tensors:
+    names = {
+        "post_attention_layernorm": "ffn_norm_exps",
+        "residual_layernorm": "ffn_norm",
+        **{f"mlp.residual_mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    }
+    return _renamed(names)(_stacked(_pairs(tensors)))
+
+
 PLM_RANK, PLM_ROTARY, PLM_VALUE = 20, 4, 8
 
 
@@ -629,6 +678,56 @@ FAMILIES = {
         _maple,
         dict,
         _stacked,
+    ),
+    "grovemoe": PlainFamily(
+        {
+            "model_type": "grove_moe",
+            "architectures": ["modeling_grove_moe.GroveMoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": INNER,
+            "norm_topk_prob": False,  # which the published code does not read
+            "group_expert_size": GROUP_INNER,
+            "group_scale": 0.3,
+            "rope_theta": 500.0,
+            "tie_word_embeddings": True,
+        },
+        {
+            "rope.freq_base": 500.0,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": INNER,
+            "expert_chunk_feed_forward_length": GROUP_INNER,
+            "experts_per_group": 2,
+            "expert_group_scale": 0.3,
+        },
+        _grove,
+        dict,
+        _stacked,
+    ),
+    "arctic": PlainFamily(
+        {
+            "architectures": ["ArcticForCausalLM"],
+            "num_hidden_layers": 3,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layer_frequency": 1,
+            "parallel_attn_mlp_res": True,
+            "use_residual": True,
+            "rope_theta": 500.0,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 500.0,
+            "rope.dimension_count": HEAD,
+            "expert_count": 6,
+            "expert_used_count": 2,
+        },
+        _arctic,
+        _arctic_layout,
+        _arctic_stored,
     ),
     "grok": PlainFamily(
         {

@@ -36,6 +36,28 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": VOCAB,
 }
+RWKV_NAMES = {
+    "embedding": "model.embeddings",
+    "first_norm": "attn_norm",
+    "second_norm": "ffn_norm",
+}
+ARWKV_NAMES = {
+    "embedding": "model.embed_tokens",
+    "first_norm": "input_layernorm",
+    "second_norm": "post_attention_layernorm",
+}
+#: ARWKV, as it is converted from Qwen2.5: without gates and norms of heads.
+ARWKV_CONFIG: dict[str, Any] = {
+    **{
+        key: CONFIG[key] for key in CONFIG if key not in ("architectures", "hidden_act", "norm_eps")
+    },
+    "architectures": ["RwkvHybridForCausalLM"],
+    "model_type": "arwkv7",
+    "rms_norm_eps": 1e-6,
+    "group_norm_eps": 64e-5,
+    "has_gate": False,
+    "has_head_norms": False,
+}
 _RANKS = {"w": "decay", "g": "gate", "a": "a", "v": "v"}
 
 
@@ -55,17 +77,26 @@ def rwkv_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
         add(f"{name}.weight", size, scale=0.2, mean=1.0)
         add(f"{name}.bias", size, scale=0.2)
 
-    add("model.embeddings.weight", vocab, hidden, scale=1.0)
+    def rms_norm(name: str) -> None:
+        add(f"{name}.weight", hidden, scale=0.2, mean=1.0)
+
+    is_qwen = config["model_type"] == "arwkv7"
+    names = ARWKV_NAMES if is_qwen else RWKV_NAMES
+    add(f"{names['embedding']}.weight", vocab, hidden, scale=1.0)
     add("lm_head.weight", vocab, hidden)
-    norm("model.norm")
-    norm("model.layers.0.pre_norm")
+    (rms_norm if is_qwen else norm)("model.norm")
+    if not is_qwen:
+        norm("model.layers.0.pre_norm")
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}"
-        for name in ("attn_norm", "ffn_norm", "attn.g_norm"):
-            norm(f"{start}.{name}")
-        for part in "rwkvag":
+        for name in ("first_norm", "second_norm"):
+            (rms_norm if is_qwen else norm)(f"{start}.{names[name]}")
+        if config.get("has_head_norms", True):
+            norm(f"{start}.attn.g_norm")
+        for part in "rwkvag" if config.get("has_gate", True) else "rwkva":
             tensors[f"{start}.attn.x_{part}"] = generator.random((1, 1, hidden), np.float32)
-        tensors[f"{start}.ffn.x_k"] = generator.random(hidden, np.float32)
+        if not is_qwen:
+            tensors[f"{start}.ffn.x_k"] = generator.random(hidden, np.float32)
         for part in "rkvo":
             add(f"{start}.attn.{part}_proj.weight", hidden, hidden)
         add(f"{start}.attn.k_k", hidden, scale=0.3, mean=0.7)
@@ -74,11 +105,18 @@ def rwkv_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
         for part, rank_name in _RANKS.items():
             if part == "v" and layer == 0:
                 continue
+            if part == "g" and not config.get("has_gate", True):
+                continue
             rank = config[f"{rank_name}_low_rank_dim"]
             add(f"{start}.attn.{part}_lora.lora.0.weight", rank, hidden)
             add(f"{start}.attn.{part}_lora.lora.2.weight", hidden, rank, scale=0.6)
             if part != "g":
                 add(f"{start}.attn.{part}_lora.lora.2.bias", hidden, scale=0.7)
+        if is_qwen:
+            add(f"{start}.mlp.gate_proj.weight", inner, hidden)
+            add(f"{start}.mlp.up_proj.weight", inner, hidden)
+            add(f"{start}.mlp.down_proj.weight", hidden, inner, scale=0.15)
+            continue
         add(f"{start}.ffn.key.weight", inner, hidden)
         add(f"{start}.ffn.value.weight", hidden, inner, scale=0.15)
     return tensors
@@ -88,7 +126,8 @@ def rwkv_checkpoint(
     seed: int = 0, tensors: dict[str, np.ndarray] | None = None, **config: Any
 ) -> Checkpoint:
     """A model as a loader would return it, random if there are no `tensors`."""
-    merged = {**CONFIG, **config}
+    is_qwen = config.get("model_type") == "arwkv7"
+    merged = {**(ARWKV_CONFIG if is_qwen else CONFIG), **config}
     tensors = rwkv_tensors(merged, seed) if tensors is None else tensors
     return Checkpoint("tiny", Path("tiny"), merged, dict(tensors))
 
@@ -99,10 +138,12 @@ def paper_logits(
     """Logits `[len(tokens), vocab_size]`, float64."""
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     states = [_Layer(config, weights, layer) for layer in range(config["num_hidden_layers"])]
-    eps, rows = config["norm_eps"], []
+    is_qwen = config["model_type"] == "arwkv7"
+    names = ARWKV_NAMES if is_qwen else RWKV_NAMES
+    eps, rows = config["rms_norm_eps" if is_qwen else "norm_eps"], []
     for token in tokens:
-        x = weights["model.embeddings.weight"][token]
-        x = _norm(x, weights, "model.layers.0.pre_norm", eps)
+        x = weights[f"{names['embedding']}.weight"][token]
+        x = x if is_qwen else _norm(x, weights, "model.layers.0.pre_norm", eps)
         first_value = None
         for state in states:
             x, first_value = state.step(x, first_value)
@@ -115,17 +156,28 @@ class _Layer:
 
     def __init__(self, config: dict[str, Any], weights: dict[str, np.ndarray], layer: int) -> None:
         self._start = f"model.layers.{layer}"
-        self._all, self._eps, self._dim = weights, config["norm_eps"], config["head_dim"]
+        self._all, self._dim, self._is_qwen = (
+            weights,
+            config["head_dim"],
+            config["model_type"] == "arwkv7",
+        )
+        self._names = ARWKV_NAMES if self._is_qwen else RWKV_NAMES
+        self._eps = config["rms_norm_eps" if self._is_qwen else "norm_eps"]
+        self._head_eps = config.get("group_norm_eps", self._dim * self._eps)
         hidden = config["hidden_size"]
         self._heads = hidden // self._dim
         self._before, self._before_mlp = np.zeros(hidden), np.zeros(hidden)
         self._state = np.zeros((self._heads, self._dim, self._dim))
 
     def step(self, x: np.ndarray, first_value: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        y = _norm(x, self._all, f"{self._start}.attn_norm", self._eps)
+        y = _norm(x, self._all, f"{self._start}.{self._names['first_norm']}", self._eps)
         mixed, first_value = self._time_mix(y, first_value)
         self._before, x = y, x + mixed
-        y = _norm(x, self._all, f"{self._start}.ffn_norm", self._eps)
+        y = _norm(x, self._all, f"{self._start}.{self._names['second_norm']}", self._eps)
+        if self._is_qwen:
+            gate = self._w("mlp.gate_proj.weight") @ y
+            inner = gate * _sigmoid(gate) * (self._w("mlp.up_proj.weight") @ y)
+            return x + self._w("mlp.down_proj.weight") @ inner, first_value
         k = y + (self._before_mlp - y) * self._w("ffn.x_k")
         self._before_mlp = y
         inner = np.maximum(self._w("ffn.key.weight") @ k, 0.0) ** 2
@@ -135,7 +187,9 @@ class _Layer:
         self, x: np.ndarray, first_value: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         mixed = {
-            part: x + (self._before - x) * self._w(f"attn.x_{part}").ravel() for part in "rwkvag"
+            part: x + (self._before - x) * self._w(f"attn.x_{part}").ravel()
+            for part in "rwkvag"
+            if f"{self._start}.attn.x_{part}" in self._all
         }
         r, k, v = (self._w(f"attn.{part}_proj.weight") @ mixed[part] for part in "rkv")
         decay = np.exp(-math.exp(-0.5) * _sigmoid(self._low_rank("w", mixed["w"], np.tanh)))
@@ -144,10 +198,11 @@ class _Layer:
         else:
             v = v + (first_value - v) * _sigmoid(self._low_rank("v", mixed["v"]))
         rate = _sigmoid(self._low_rank("a", mixed["a"]))
-        gate = self._low_rank("g", mixed["g"], _sigmoid)
+        gate = self._low_rank("g", mixed["g"], _sigmoid) if "g" in mixed else 1.0
         removed = k * self._w("attn.k_k")
         k = k * (1 + (rate - 1) * self._w("attn.k_a"))
-        norms = self._w("attn.g_norm.weight"), self._w("attn.g_norm.bias")
+        has_norms = f"{self._start}.attn.g_norm.weight" in self._all
+        norms = [self._w(f"attn.g_norm.{part}") for part in ("weight", "bias") if has_norms]
         out = np.empty_like(x)
         for head in range(self._heads):
             own = slice(head * self._dim, (head + 1) * self._dim)
@@ -155,8 +210,9 @@ class _Layer:
             transition = np.diag(decay[own]) - np.outer(unit, unit * rate[own])
             self._state[head] = self._state[head] @ transition + np.outer(v[own], k[own])
             y = self._state[head] @ r[own]
-            y = (y - y.mean()) / np.sqrt(y.var() + self._dim * self._eps)
-            y = y * norms[0][own] + norms[1][own]
+            if norms:
+                y = (y - y.mean()) / np.sqrt(y.var() + self._head_eps)
+                y = y * norms[0][own] + norms[1][own]
             bonus = (r[own] * k[own] * self._w("attn.r_k")[head]).sum()
             out[own] = y + bonus * v[own]
         return self._w("attn.o_proj.weight") @ (out * gate), first_value
@@ -171,6 +227,10 @@ class _Layer:
 
 
 def _norm(x: np.ndarray, weights: dict[str, np.ndarray], name: str, eps: float) -> np.ndarray:
+    """A layer norm, or one without means, if it has no bias."""
+    if f"{name}.bias" not in weights:
+        scaled: np.ndarray = x / np.sqrt((x * x).mean() + eps) * weights[f"{name}.weight"]
+        return scaled
     y = (x - x.mean()) / np.sqrt(x.var() + eps)
     return y * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import rwkv6_qwen2_models
 from anydecode.api.llm import LLM
 from anydecode.certification.tiny_blockffn import blockffn_checkpoint
 from anydecode.certification.tiny_sambay import sambay_checkpoint
@@ -26,7 +27,7 @@ from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
 from plain_families import FAMILIES, checkpoint
 from rwkv6_models import rwkv6_checkpoint
-from rwkv_models import rwkv_checkpoint
+from rwkv_models import ARWKV_CONFIG, rwkv_checkpoint
 from tiny_models import hf_model, own_model
 
 BACKEND = "torch" if load_library() is None else "native"
@@ -44,6 +45,10 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     **{name: functools.partial(checkpoint, name) for name in FAMILIES},
     "nemotron-nas": lambda seed: nemotron_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
     "rwkv6": lambda seed: rwkv6_checkpoint(seed, ByteTokenizer().vocab_size),
+    "rwkv6qwen2": lambda seed: rwkv6_qwen2_models.checkpoint(seed, ByteTokenizer().vocab_size),
+    "arwkv7": lambda seed: rwkv_checkpoint(
+        seed, **ARWKV_CONFIG | {"vocab_size": ByteTokenizer().vocab_size}
+    ),
     "rwkv7": lambda seed: rwkv_checkpoint(seed, vocab_size=ByteTokenizer().vocab_size),
 }
 #: Repeated tokens, for drafts, and common beginnings, for caches.

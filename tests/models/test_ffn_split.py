@@ -27,12 +27,13 @@ OTHERS = parity_module("../engine/test_every_family").OTHERS
 TEXT = [5, 17, 99, 3, 64, 11, 42, 42, 7]
 #: Families with layers that are not attention with an FFN behind it.
 REFUSED = {
-    "BailingHybrid", "Bamba", "CodeGen", "Cohere", "Cohere2", "Cohere2Moe", "CohereCompass",
-    "DeepseekV4", "Falcon", "FalconH1", "FalconMamba", "Gemma3n", "Gemma4", "Glm5Next", "GPTJ",
-    "GPTNeoX", "HrmText", "HYV4", "Jamba", "kimi_k3", "KimiLinear", "Lfm2", "Lfm2Moe", "Lfm3",
-    "LongcatFlash", "Mamba", "Mamba2", "MiniMax", "nanbeige", "nemotron-nas", "NemotronH",
-    "OlmoHybrid", "ouro", "Phi", "phi4flash", "plamo2", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next",
-    "Qwen4Exp", "RecurrentGemma", "rwkv6", "rwkv7", "smallthinker", "Zamba", "Zamba2",
+    "arctic", "arwkv7", "BailingHybrid", "Bamba", "CodeGen", "Cohere", "Cohere2", "Cohere2Moe",
+    "CohereCompass", "DeepseekV4", "Falcon", "FalconH1", "FalconMamba", "Gemma3n", "Gemma4",
+    "Glm5Next", "GPTJ", "GPTNeoX", "HrmText", "HYV4", "Jamba", "kimi_k3", "KimiLinear", "Lfm2",
+    "Lfm2Moe", "Lfm3", "LongcatFlash", "Mamba", "Mamba2", "MiniMax", "nanbeige", "nemotron-nas",
+    "NemotronH", "OlmoHybrid", "ouro", "Phi", "phi4flash", "plamo2", "Qwen3_5", "Qwen3_5Moe",
+    "Qwen3Next", "Qwen4Exp", "RecurrentGemma", "rwkv6", "rwkv6qwen2", "rwkv7", "smallthinker",
+    "xLSTM", "Zamba", "Zamba2", "Zaya",
 }  # fmt: skip
 
 

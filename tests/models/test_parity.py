@@ -44,6 +44,22 @@ NUM_TOKENS = 64
 LONG = {"short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [1.0, 2, 3, 5, 7, 9.0]}
 
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+JETMOE: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "kv_channels": 12,
+    "rms_norm_eps": 1e-5,
+}
+ZAYA: dict[str, Any] = {
+    "head_dim": 12,
+    "moe_intermediate_size": 24,
+    "num_experts": 5,
+    "router_hidden_size": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+#: `transformers` rounds the sizes of its cache to 64.
+XLSTM: dict[str, Any] = {"hidden_size": 128, "num_heads": 4}
 GRANITE_4: dict[str, Any] = {
     "layer_types": ["attention"] * 3,
     "num_local_experts": 0,
@@ -2120,6 +2136,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "jetmoe": ("JetMoe", JETMOE),
+    "jetmoe odd": (
+        "JetMoe",
+        {
+            **JETMOE,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "num_key_value_heads": 1,
+            "kv_channels": 10,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 0.05,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "zaya": ("Zaya", ZAYA),
+    "zaya odd": (
+        "Zaya",
+        {
+            **ZAYA,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "num_experts": 3,
+            "router_hidden_size": 8,
+            "lm_head_bias": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 5,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+        },
+    ),
+    "xlstm": ("xLSTM", XLSTM),
+    "xlstm odd": (
+        "xLSTM",
+        {
+            **XLSTM,
+            "num_heads": 2,
+            "qk_dim_factor": 1.0,
+            "v_dim_factor": 0.5,
+            "gate_soft_cap": 4.0,
+            "output_logit_soft_cap": 7.0,
+            "ffn_proj_factor": 1.4,
+            "norm_eps": 1e-3,
+            "eps": 1e-2,
+            "chunk_size": 16,
+        },
+    ),
+    "doge": ("Doge", {"rms_norm_eps": 1e-5, "rope_parameters": ROPE}),
+    "doge odd": (
+        "Doge",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "sliding_window": 6,
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5}),
     "olmoe normalised": (
         "Olmoe",
@@ -2145,7 +2218,7 @@ def expected_tokens(model: Any, prompt: list[int], count: int) -> tuple[list[int
         for _ in range(count):
             tokens.append(int(hf_logits(model, tokens)[-1].argmax()))
         return tokens[len(prompt) :], hf_logits(model, tokens[:-1])
-    is_mamba = type(model).__name__.startswith(("Mamba", "FalconMamba"))
+    is_mamba = type(model).__name__.startswith(("Mamba", "FalconMamba", "xLSTM"))
     name = "cache_params" if is_mamba else "past_key_values"
     past: dict[str, Any] = {}
     if type(model).__name__.startswith("RecurrentGemma"):  # its outputs have no cache
@@ -2849,6 +2922,65 @@ WRONG_TWINS: dict[str, tuple[str, Callable[[Network], None]]] = {
             network, routing=replace(network.spec.layers[0].routing, by_logits=False)
         ),
     ),
+    "experts of attention in another order": (
+        "jetmoe",
+        lambda network: _each_layer(
+            network,
+            lambda layer: layer.attention_experts.outputs.reverse(),
+        ),
+    ),
+    "an epsilon for all norms": (
+        "jetmoe odd",
+        lambda network: setattr(network, "spec", replace(network.spec, final_norm_eps=None)),
+    ),
+    "routers that read no others": (
+        "zaya",
+        lambda network: _each_layer(
+            network,
+            lambda layer: (
+                layer.router_states.factors is not None and layer.router_states.factors.fill(0)
+            ),
+        ),
+    ),
+    "one convolution": (
+        "zaya",
+        lambda network: _each_layer(network, lambda layer: layer.convolved.before.fill(0)),
+    ),
+    "values without a delay": (
+        "zaya",
+        lambda network: _each_layer(network, lambda layer: _zero_matrix(layer.convolved.delayed)),
+    ),
+    "sums without biases": (
+        "zaya",
+        lambda network: _each_layer(network, lambda layer: setattr(layer, "mlp_sum_bias", None)),
+    ),
+    "gates with another limit": (
+        "xlstm odd",
+        lambda network: _each_layer(
+            network, lambda layer: setattr(layer.recurrent, "gate_cap", 15.0)
+        ),
+    ),
+    "gates exchanged": (
+        "xlstm",
+        lambda network: _each_layer(
+            network,
+            lambda layer: vars(layer.recurrent).update(
+                input_gate=layer.recurrent.forget_gate, forget_gate=layer.recurrent.input_gate
+            ),
+        ),
+    ),
+    "keys without biases": (
+        "doge",
+        lambda network: _each_layer(
+            network, lambda layer: setattr(layer.key_bias, "rates", layer.key_bias.rates - 30)
+        ),
+    ),
+    "sums without factors": (
+        "doge",
+        lambda network: _each_layer(
+            network, lambda layer: setattr(layer, "mlp_residual", 0 * layer.mlp_residual + 1)
+        ),
+    ),
     "norms in layers without rotation": (
         "llama4",
         lambda network: _each_spec(network, qk_norm="plain"),
@@ -2947,6 +3079,11 @@ def _each(network: Network, **changes: Any) -> None:
     for layer in network.weights.layers:
         for name, value in changes.items():
             setattr(layer, name, value)
+
+
+def _each_layer(network: Network, change: Callable[[Any], None]) -> None:
+    for layer in network.weights.layers:
+        change(layer)
 
 
 def _swap_blocks(network: Network) -> None:

@@ -150,6 +150,7 @@ ACTIVATIONS = {
     "gelu": gelu,
     "sigmoid": sigmoid,
     "softplus": softplus,
+    "exp": exp,
     "identity": identity,
     "signed_root": signed_root,
 }

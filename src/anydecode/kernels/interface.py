@@ -245,7 +245,12 @@ class RelativePositions:
 Biases = np.ndarray | RelativePositions
 
 #: The rules of a `Recurrence`.
-RULES = ("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention", "pool", "wkv6")
+RULES = (
+    *("conv", "ssd", "delta", "selective", "wkv", "lru", "kda", "retention", "pool", "wkv6"),
+    *("gla", "mlstm"),
+)
+#: Those whose channels are the inputs of token shifts, see `Backend.shift`.
+TIME_MIX_RULES = ("wkv", "wkv6", "gla")
 
 
 @dataclass(frozen=True)
@@ -281,11 +286,21 @@ class Recurrence:
       key * key_scale, divided by its norm, and added = key * (1 + (rate - 1) * key_rate):
       S = S * exp(-exp(-0.5) * sigmoid(decay)) - (S @ removed) @ (removed * rate) + value @ added.
       The output S @ receptance of a head is normed as by `Backend.layer_norm`, with `norm`,
-      `norm_bias` and `norm_eps`; then value * sum(receptance * added * bonus) is added.
+      `norm_bias` and `norm_eps`, if there are some; then value * sum(receptance * added * bonus)
+      is added.
     - "wkv6" (RWKV-6; Peng et al., arXiv:2404.05892), without a convolution either: the gates are
       receptances, decays, keys and values. With the state before the row, the output of a head is
       S @ receptance + value * sum(receptance * key * bonus), normed as above. Then
       S = S * exp(-exp(decay)) + value @ key.
+    - "gla" (gated linear attention; Yang et al., arXiv:2312.06635), without a convolution either:
+      the gates are receptances and decays `[num_heads, head_dim]`, and keys and values
+      `[num_groups, head_dim]`. With factor = exp(-min(exp(decay), 5)): S = S * factor + value @
+      (key * (1 - factor)). The output of a head is S @ receptance / sqrt(head_dim).
+    - "mlstm" (xLSTM; Beck et al., arXiv:2405.04517), without a convolution: the gates are the input
+      gates and the forget gates of all heads. Two further rows of a state are those of a value 1,
+      n, and m, a single number. With m' = max(m - softplus(-forget), input): S = exp(m -
+      softplus(-forget) - m') * S + exp(input - m') * value @ key, and m = m'. The output is S @
+      query / sqrt(state_size), divided by max(|n @ query| / sqrt(state_size), exp(-m)) + norm_eps.
     - "lru" (RG-LRU of Griffin; De et al., arXiv:2402.19427): a state of one number per channel,
       which is the output. The channels are the values alone. The gates are the input gates, then
       the recurrence gates, one of each per channel; `step_bias` is added. With a = exp(decay *
@@ -318,9 +333,12 @@ class Recurrence:
             return 2 * self.num_heads * self.head_dim
         if self.rule in ("wkv", "wkv6"):
             return (5 if self.rule == "wkv" else 4) * self.num_heads * self.head_dim
+        if self.rule == "gla":
+            return 2 * (self.num_heads + self.num_groups) * self.head_dim
         if self.rule == "kda":
             return self.num_heads * (1 + self.state_size)
-        return {"ssd": self.num_heads, "delta": 2 * self.num_heads}.get(self.rule, 0)
+        per_head = {"ssd": 1, "delta": 2, "mlstm": 2}
+        return per_head.get(self.rule, 0) * self.num_heads
 
     @property
     def num_inputs(self) -> int:
@@ -337,7 +355,7 @@ class Recurrence:
         """The shape of a state; None if there is none."""
         if self.rule in ("conv", "pool"):
             return None
-        return self.num_heads, self.head_dim, self.state_size
+        return self.num_heads, self.head_dim + 2 * (self.rule == "mlstm"), self.state_size
 
 
 @dataclass(eq=False)
@@ -359,12 +377,12 @@ class RecurrenceWeights:
 
 @dataclass(eq=False)
 class WkvWeights:
-    """The vectors of a recurrence with the rule "wkv" or "wkv6", float32 `[num_heads * head_dim]`,
-    see `Recurrence`. The first three are those that both have."""
+    """The vectors of a recurrence with one of `TIME_MIX_RULES`, float32 `[num_heads * head_dim]`,
+    see `Recurrence`. "wkv6" has a bonus and a norm alone, "gla" none."""
 
-    bonus: np.ndarray
-    norm: np.ndarray
-    norm_bias: np.ndarray
+    bonus: np.ndarray | None = None
+    norm: np.ndarray | None = None
+    norm_bias: np.ndarray | None = None
     key_scale: np.ndarray | None = None
     key_rate: np.ndarray | None = None
 
@@ -497,6 +515,8 @@ class Routing:
             (LongCat-Flash).
         output_eps: The epsilon of an RMS norm of each expert's output, which
             `ExpertWeights.output_factors` multiply before (Muse Spark); None: there is no norm.
+        logits_per_expert: The router has so many consecutive logits for each expert, of which
+            `experts_per_token` are chosen; its weight is the sum of those chosen (GroveMoE).
     """
 
     experts_per_token: int
@@ -512,6 +532,7 @@ class Routing:
     block_experts: int | None = None
     num_identity: int = 0
     output_eps: float | None = None
+    logits_per_expert: int = 1
 
 
 @dataclass(eq=False)
@@ -1138,9 +1159,26 @@ class Backend(ABC):
     ) -> Any:
         """Mixture of experts: the weighted sum of the chosen experts' outputs, in order of id.
 
-        `router` holds one logit per expert, or its weight if the scoring is "given". Only the
+        `router` holds the logits of experts, or their weights if the scoring is "given". Only the
         matrices of experts that some row has are read.
         """
+
+    @abstractmethod
+    def expert_products(
+        self, x: Any, router: Any, matrices: Sequence[Weight], routing: Routing, groups: int
+    ) -> Any:
+        """The products of x with the matrices of the experts that each row chooses, in order of id:
+        the first of `groups` equal parts of each product, then the second ones, and so on.
+
+        `router` holds one logit per expert. Experts are chosen by logits.
+        """
+
+    @abstractmethod
+    def expert_sums(
+        self, x: Any, router: Any, matrices: Sequence[Weight], routing: Routing, groups: int
+    ) -> Any:
+        """The weighted sum of the products of the chosen experts' matrices, each with its own part
+        of x, which is laid out as the result of `expert_products`."""
 
     @abstractmethod
     def layer_norm(
@@ -1154,7 +1192,7 @@ class Backend(ABC):
 
     @abstractmethod
     def activate(self, x: Any, activation: str | Xielu) -> Any:
-        """activation(x); a name is one of those that `gated` takes, "relu", "relu2" or
+        """activation(x); a name is one of those that `gated` takes, "relu", "relu2", "exp" or
         "signed_root", the square root of the magnitude, at least 1e-6, with the sign of x."""
 
     @abstractmethod

@@ -63,6 +63,7 @@ class Routing(ctypes.Structure):
         ("by_logits", c_int32),
         ("output_factors", pointer),
         ("output_eps", c_float),
+        *((name, c_int32) for name in ("logits_per_expert", "kind", "num_parts")),
     ]
 
 

@@ -238,7 +238,8 @@ class NativeExecutor:
         sizes = {(s.head_dim, s.num_heads // s.num_kv_heads) for s in self.program.shapes}
         sizes |= {(dim, 1) for dim in self.program.index_dims}
         floats = [int(self._library.attention_floats(*size)) for size in sizes]
-        sizes = {(s.head_dim, s.state_size) for s in self.program.recurrences}
+        states = (s.state_shape for s in self.program.recurrences)
+        sizes = {state[1:] for state in states if state is not None}
         floats += [int(self._library.recurrence_floats(*size)) for size in sizes]
         return max(floats, default=0)
 

@@ -48,7 +48,9 @@ _ACTIVATIONS = {
     "relu": 7,
     "softplus": 9,
     "signed_root": 13,
+    "exp": 14,
 }
+_PRODUCTS, _SUMS = 1, 2  # kinds of experts with one matrix each
 _CLAMPED_SWIGLU, _XIELU, _CAPPED_SWIGLU, _LIMITED_SWIGLU, _SITU_GLU = 3, 8, 10, 11, 12
 _BLOCK_FLOATS = 12  # one block of 32 quantised activations takes 48 bytes
 # Attention with one key head processes up to so many query heads in one part. All query heads of
@@ -428,7 +430,7 @@ class NativeBackend(Backend):
             _order_bytes(one) != _order_bytes(other) for one, other in zip(gate, up, strict=True)
         )
         quantised = max(x.width * (1 + has_two_orders), inner) // 32 * _BLOCK_FLOATS
-        per_slot = 4 + x.width + 2 * inner + width_out + quantised
+        per_slot = 3 + x.width + 2 * inner + width_out + quantised
         count = len(gate) + routing.num_identity
         fields = {"groups": top_k, "count": count, **_activation_fields(activation)}
         fields["routing"] = self._keep_routing(weights, routing)
@@ -439,7 +441,8 @@ class NativeBackend(Backend):
         fields["layer"] = self._add_targets([*gate, *up, *down]) if adapted else -1
         fields["experts"] = ctypes.addressof(pointers)
         out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
-        self.steps[-1].scratch = Value(top_k * per_slot + 5 * count + 16)
+        num_logits = count * routing.logits_per_expert
+        self.steps[-1].scratch = Value(top_k * per_slot + count + 4 * num_logits + 16)
         return out
 
     def layer_norm(
@@ -461,7 +464,58 @@ class NativeBackend(Backend):
         self.steps[-1].scratch = Value(x.width)
         return out
 
-    def _keep_routing(self, weights: ExpertWeights, routing: Routing) -> int:
+    def expert_products(
+        self,
+        x: Value,
+        router: Value,
+        matrices: Sequence[Weight],
+        routing: Routing,
+        groups: int,
+    ) -> Value:
+        width = routing.experts_per_token * matrices[0].out_features
+        return self._expert_matrices(x, router, matrices, routing, (_PRODUCTS, groups), width)
+
+    def expert_sums(
+        self,
+        x: Value,
+        router: Value,
+        matrices: Sequence[Weight],
+        routing: Routing,
+        groups: int,
+    ) -> Value:
+        width = matrices[0].out_features
+        return self._expert_matrices(x, router, matrices, routing, (_SUMS, groups), width)
+
+    def _expert_matrices(
+        self,
+        x: Value,
+        router: Value,
+        matrices: Sequence[Weight],
+        routing: Routing,
+        layout: tuple[int, int],
+        width_out: int,
+    ) -> Value:
+        """Experts of one matrix each; `layout`: what becomes of their products, and the parts."""
+        count, top_k = len(matrices), routing.experts_per_token
+        packed = [self._packer.pack(weight) for weight in matrices]
+        pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, packed))
+        self.keepalive.append(pointers)
+        fields = {"groups": top_k, "count": count, "experts": ctypes.addressof(pointers)}
+        weights = ExpertWeights([], list(matrices), [])
+        fields["routing"] = self._keep_routing(weights, routing, layout)
+        fields["heads"] = int(any(weight.format not in FLOAT_FORMATS for weight in matrices))
+        adapted = any(weight.name in self.adapted for weight in matrices)
+        fields["layer"] = self._add_targets(list(matrices)) if adapted else -1
+        out = self._record(Code.EXPERTS, (x, router), width_out, **fields)
+        size, rows = matrices[0].in_features, matrices[0].out_features
+        per_slot = 3 + size + rows + size // 32 * _BLOCK_FLOATS
+        num_logits = count * routing.logits_per_expert
+        self.steps[-1].scratch = Value(top_k * per_slot + count + 4 * num_logits + 16)
+        return out
+
+    def _keep_routing(
+        self, weights: ExpertWeights, routing: Routing, layout: tuple[int, int] = (0, 1)
+    ) -> int:
         """The address of the C struct for the routing and the biases of experts."""
         struct = RoutingStruct(
             normalise=int(routing.normalise),
@@ -478,6 +532,9 @@ class NativeBackend(Backend):
             jitter=routing.jitter if routing.scoring == "sparsemixer" else -1.0,
             block_experts=routing.block_experts or 0,
             num_identity=routing.num_identity,
+            logits_per_expert=routing.logits_per_expert,
+            kind=layout[0],
+            num_parts=layout[1],
         )
         if weights.token_experts is not None:
             self.keepalive.append(weights.token_experts)

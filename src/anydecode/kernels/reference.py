@@ -677,6 +677,44 @@ class ReferenceBackend(Backend):
             out = out + x * shares[:, expert].unsqueeze(-1)
         return out
 
+    def expert_products(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        matrices: Sequence[Weight],
+        routing: Routing,
+        groups: int,
+    ) -> torch.Tensor:
+        count = routing.experts_per_token
+        chosen, adapters = _first(router, count).sort(-1).values, self._adapters()
+        out = x.new_zeros(len(x), count, matrices[0].out_features)
+        for expert, matrix in enumerate(matrices):
+            index, place = (chosen == expert).nonzero(as_tuple=True)
+            if len(index):
+                own = None if adapters is None else adapters[index.cpu().numpy()]
+                out[index, place] = self._linear(x[index], matrix, None, own)
+        return out.view(len(x), count, groups, -1).transpose(1, 2).flatten(1)
+
+    def expert_sums(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        matrices: Sequence[Weight],
+        routing: Routing,
+        groups: int,
+    ) -> torch.Tensor:
+        count, shares = routing.experts_per_token, expert_shares(router, routing)
+        chosen, adapters = _first(router, count).sort(-1).values, self._adapters()
+        parts = x.view(len(x), groups, count, -1).transpose(1, 2).flatten(2)
+        out = x.new_zeros(len(x), matrices[0].out_features)
+        for expert, matrix in enumerate(matrices):
+            index, place = (chosen == expert).nonzero(as_tuple=True)
+            if len(index):
+                own = None if adapters is None else adapters[index.cpu().numpy()]
+                y = self._linear(parts[index, place], matrix, None, own)
+                out[index] = out[index] + y * shares[index, expert].unsqueeze(-1)
+        return out
+
     def layer_norm(
         self,
         x: torch.Tensor,
@@ -792,7 +830,10 @@ def expert_shares(
     chosen = torch.zeros_like(shares).scatter_add(1, order, shares.gather(1, order))
     if routing.normalise:
         chosen = chosen / (elementary.tree_sum(chosen).unsqueeze(-1) + _MIN_SHARE)
-    return chosen if routing.scale == 1.0 else chosen * routing.scale
+    chosen = chosen if routing.scale == 1.0 else chosen * routing.scale
+    if routing.logits_per_expert == 1:
+        return chosen
+    return elementary.tree_sum(chosen.view(len(chosen), -1, routing.logits_per_expert))
 
 
 def _root_softplus(x: torch.Tensor) -> torch.Tensor:

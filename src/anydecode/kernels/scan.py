@@ -6,9 +6,10 @@ import torch
 
 from anydecode.kernels import elementary
 from anydecode.kernels.interface import Recurrence
+from anydecode.kernels.mlstm import MlstmSteps
 from anydecode.kernels.recurrent import Scan
 from anydecode.kernels.torch_arrays import as_tensor
-from anydecode.kernels.wkv import Wkv6Steps, WkvSteps
+from anydecode.kernels.wkv import GlaSteps, Wkv6Steps, WkvSteps
 
 #: Added to the sum of squares that keys and queries of the delta rule are divided by the root of.
 _NORM_EPS = 1e-6
@@ -99,13 +100,17 @@ def _steps(
     gates: torch.Tensor,
     weights: dict[str, torch.Tensor | None],
     is_first: bool,
-) -> _Steps | WkvSteps | Wkv6Steps | _LruSteps:
+) -> _Steps | WkvSteps | Wkv6Steps | GlaSteps | MlstmSteps | _LruSteps:
     """The steps of some positions of a run; `table` has the slots of their windows. `is_first`:
     whether they start at position 0."""
     if shape.rule == "wkv":
         return WkvSteps(shape, gates, weights)
     if shape.rule == "wkv6":
         return Wkv6Steps(shape, gates, weights)
+    if shape.rule == "gla":
+        return GlaSteps(shape, gates)
+    if shape.rule == "mlstm":
+        return MlstmSteps(shape, stored[table[:, 0], : shape.width], gates)
     conv = weights["conv"]
     assert conv is not None
     channels = convolve(stored, table, shape, conv, weights["conv_bias"])

@@ -1,5 +1,5 @@
-"""The steps of the recurrences of RWKV-7 and RWKV-6 on the reference backend, see `Recurrence`,
-"wkv" and "wkv6"."""
+"""The steps of the recurrences of RWKV-7 and RWKV-6, and of gated linear attention, on the
+reference backend, see `Recurrence`, "wkv", "wkv6" and "gla"."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class WkvSteps:
     def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
         y = elementary.tree_sum(state * self._receptance[index].unsqueeze(-2))
-        y = _normed(y, self._weights, self._eps)
+        if "norm" in self._weights:
+            y = _normed(y, self._weights, self._eps)
         return y + self._value[index] * self._bonus[index].unsqueeze(-1)
 
 
@@ -73,6 +74,28 @@ class Wkv6Steps:
         y = elementary.tree_sum(state * self._receptance[index].unsqueeze(-2))
         y = y + self._value[index] * self._bonus[index].unsqueeze(-1)
         return _normed(y, self._weights, self._eps)
+
+
+class GlaSteps:
+    """The same of gated linear attention."""
+
+    def __init__(self, shape: Recurrence, gates: torch.Tensor) -> None:
+        heads, groups, dim = shape.num_heads, shape.num_groups, shape.head_dim
+        parts = torch.split(gates.view(len(gates), -1, dim), [heads, heads, groups, groups], 1)
+        self._receptance, decay, key, value = parts
+        key, self._value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
+        self._decay = elementary.exp(-elementary.exp(decay).clamp(max=5.0))
+        self._added = key * (1.0 - self._decay)
+        self._scale = dim**-0.5
+
+    def advance(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state after step `index`, from the one before it."""
+        added = self._value[index].unsqueeze(-1) * self._added[index].unsqueeze(-2)
+        return state * self._decay[index].unsqueeze(-2) + added
+
+    def output(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The output `[num_heads, head_dim]` of step `index`, from the state after it."""
+        return elementary.tree_sum(state * self._receptance[index].unsqueeze(-2)) * self._scale
 
 
 def _normed(y: torch.Tensor, weights: dict[str, torch.Tensor], eps: float) -> torch.Tensor:

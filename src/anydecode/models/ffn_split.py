@@ -22,7 +22,7 @@ from anydecode.models.transformer import Executor
 #: What a layer keeps without its attention.
 _FFN_SPEC = (
     "norms", "activation", "num_experts", "routing", "mlp", "has_scale", "gate_cutoff",
-    "has_mlp_inner_norm", "has_output_norm", "mlp_norm_gate", "has_residual_gates",
+    "has_mlp_inner_norm", "has_output_norm", "mlp_norm_gate", "has_residual_gates", "adjugate",
 )  # fmt: skip
 _FFN_WEIGHTS = (
     "mlp", "mlp_norm", "mlp_norm_bias", "mlp_post_norm", "mlp_post_norm_bias", "scale", "xielu",
@@ -55,7 +55,8 @@ def check_split(spec: ModelSpec, name: str) -> None:
     states = spec.num_streams > 1 or spec.memory_size or spec.per_layer_size
     for layer in spec.layers:
         is_plain = layer.attention is not None and layer.recurrence is None
-        reads_more = layer.is_parallel or layer.routes_inputs or layer.ends_loop
+        reads_inputs = layer.routes_inputs or layer.experts_read_inputs
+        reads_more = layer.is_parallel or reads_inputs or layer.ends_loop
         if not is_plain or layer.mlp == "none" or reads_more or states:
             raise UnsupportedCombinationError(
                 f"{name} has layers that are not attention with an FFN behind it, which cannot be"

@@ -16,6 +16,7 @@ import numpy as np
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.formats import check_weight
 from anydecode.kernels.interface import (
+    TIME_MIX_RULES,
     Adapter,
     Attention,
     AtTime,
@@ -35,17 +36,22 @@ from anydecode.kernels.interface import (
     Weight,
     Xielu,
 )
+from anydecode.models.attention_experts import AttentionExperts
 from anydecode.models.block_residuals import BlockResiduals, weighted_sum, with_stream
+from anydecode.models.convolved_attention import ConvolvedAttention
 from anydecode.models.differential import DifferentialWeights
 from anydecode.models.gated_streams import GatedSublayers, StreamGates
 from anydecode.models.hyper import HyperConnections, HyperWeights, mean_stream
+from anydecode.models.key_bias import KeyBias
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
 from anydecode.models.memory_unit import MemoryUnit
+from anydecode.models.mlstm import Mlstm
 from anydecode.models.ngrams import NgramWeights
 from anydecode.models.norm_gate import NormGate
 from anydecode.models.per_layer import PerLayerBlock, PerLayerEmbeddings
 from anydecode.models.query_scale import QueryScale
+from anydecode.models.router_states import RouterStates
 from anydecode.models.self_conditioning import PlainSelfConditioning, SelfConditioning
 from anydecode.models.shared_key import EntryWeights, SharedKeyWeights
 from anydecode.models.spec import (
@@ -117,7 +123,9 @@ class Experts:
     there is `latent_output_norm` (Kimi K3). Where the
     router gives the weights ("given"), these are relu(router(x)), normed by `router_norm`. `bias`
     `[1, hidden_size]` is added to the sum of the experts' outputs (Nomic BERT). The router's
-    outputs are limited by the tangent function to `router_softcap` (Grok).
+    outputs are limited by the tangent function to `router_softcap` (Grok). With `input_norm` router
+    and experts read the normed inputs of the layer (Arctic). `adjugate` are the further experts of
+    groups, whose outputs are added (GroveMoE).
     """
 
     router: Linear
@@ -132,6 +140,8 @@ class Experts:
     router_norm: RmsNorm | None = None
     bias: Weight | None = None
     router_softcap: float | None = None
+    input_norm: RmsNorm | None = None
+    adjugate: ExpertWeights | None = None
 
 
 @dataclass(eq=False)
@@ -381,7 +391,7 @@ class LayerWeights:
     distance_biases: np.ndarray | None = None  # float32 [heads, 2 * bias_reach + 1]
     relative_positions: RelativePositions | None = None
     attention_gate: Linear | None = None
-    recurrent: RecurrentWeights | TimeMix | None = None
+    recurrent: RecurrentWeights | TimeMix | Mlstm | None = None
     latent: LatentWeights | None = None
     indexer: IndexerWeights | None = None
     shared_key: SharedKeyWeights | None = None
@@ -410,6 +420,13 @@ class LayerWeights:
     mlp_receptance_mix: np.ndarray | None = None
     mlp_receptance: Linear | None = None
     query_scale: QueryScale | None = None
+    attention_experts: AttentionExperts | None = None  # in place of query and output
+    key_bias: KeyBias | None = None
+    convolved: ConvolvedAttention | None = None
+    router_states: RouterStates | None = None
+    # What is added to the sums of both sublayers' inputs and outputs, [1, hidden_size].
+    attention_sum_bias: Weight | None = None
+    mlp_sum_bias: Weight | None = None
     xielu: Xielu | None = None  # the activation of the MLP, where it is "xielu"
     attention_convolution: BlockConvolution | None = None
     mlp_convolution: BlockConvolution | None = None
@@ -432,8 +449,9 @@ class LayerWeights:
         weights += [one for linear in linears if linear is not None for one in linear.matrices]
         weights += [] if self.latent is None else self.latent.matrices
         gates = self.attention_norm_gate, self.mlp_norm_gate
+        parts = self.attention_experts, self.key_bias, self.convolved, self.router_states
         streams = self.hyper, self.residuals, self.stream_gates, self.ngrams
-        for part in (self.indexer, self.shared_key, *streams, *gates):
+        for part in (*parts, self.indexer, self.shared_key, *streams, *gates):
             weights += [] if part is None else part.matrices
         return weights + ([] if self.mlp is None else list(mlp_matrices(self.mlp)))
 
@@ -450,6 +468,9 @@ class ModelWeights:
     final_norm_bias: np.ndarray | None = None
     position_table: Weight | None = None  # [max_positions, hidden_size]
     memory_start: Weight | None = None  # what the memory of the first layer is, [1, hidden_size]
+    # What is added to the embeddings, [1, hidden_size], and factors of the sums, float32.
+    input_bias: Weight | None = None
+    input_factors: np.ndarray | None = None
     embedding_norm: np.ndarray | None = None
     embedding_norm_bias: np.ndarray | None = None
     head_dense: Linear | None = None  # in front of the head's matrix, and the norm of its output
@@ -549,6 +570,8 @@ class Network:
                 width *= 2
             _check_layer(f"layer {index}, ", shape, layer, spec.hidden_size, width)
             _check_mixes(f"layer {index}, ", shape, layer, spec.hidden_size, index == 0)
+            sizes = spec.hidden_size, spec.memory_size
+            _check_router_states(f"layer {index}, ", shape, layer, *sizes, index == 0)
             _check_per_layer_block(f"layer {index}, ", spec, layer.per_layer)
             if layer.memory_unit is not None:
                 _check_memory_unit(f"layer {index}, ", spec, layer.memory_unit)
@@ -658,6 +681,8 @@ class Network:
             y = backend.rms_norm(memory, weights.side.norm, self.spec.norm_eps)
             x = backend.add(x, weights.side.projection.apply(backend, y))
             return backend.join(x, memory)
+        if weights.router_states is not None:
+            return self._with_router_states(backend, x, memory, index)
         if spec.memory in ("joins", "swaps"):
             start = self.weights.memory_start
             memory = memory if index or start is None else backend.add_positions(memory, start)
@@ -700,6 +725,26 @@ class Network:
         return backend.add(
             x, self._recurrent(backend, y, spec.recurrence, weights.recurrent, index)
         )
+
+    def _with_router_states(self, backend: Backend, x: Any, states: Any, index: int) -> Any:
+        """The layer's output, and the states of its router from those of the layer before."""
+        spec, weights = self.spec.layers[index], self.weights.layers[index]
+        mlp, router = weights.mlp, weights.router_states
+        assert isinstance(mlp, Experts) and router is not None, "checked by `_check_layer`"
+        assert spec.routing is not None, "checked by `_check_mlp`"
+        factors = self.weights.input_factors
+        if index == 0 and factors is not None:
+            x = backend.multiply(_shifted(backend, x, self.weights.input_bias), factors)
+        y = self._mixer_block(backend, x, index)
+        x = backend.add(_kept(backend, x, weights.attention_residual), y)
+        x = _shifted(backend, x, weights.attention_sum_bias)
+        y = self._norm(backend, x, weights.mlp_norm)
+        states = router.state(backend, y, states)
+        logits = mlp.router.apply(backend, router.inputs(backend, states))
+        y = backend.experts(y, logits, mlp.routed, spec.routing, spec.activation)
+        y = y if weights.mlp_factors is None else backend.multiply(y, weights.mlp_factors)
+        x = backend.add(_kept(backend, x, weights.mlp_residual), y)
+        return backend.join(_shifted(backend, x, weights.mlp_sum_bias), states)
 
     def _with_shortcut(self, backend: Backend, x: Any, index: int) -> Any:
         """x plus the output of the layer's MLP, and then that of the experts beside it."""
@@ -945,7 +990,10 @@ class Network:
             and spec.sum_factors is None
             and not spec.has_residual_gates
             and not spec.ends_loop
-            and (spec.recurrence is None or spec.recurrence.shape.rule not in ("wkv", "wkv6"))
+            and (
+                spec.recurrence is None
+                or spec.recurrence.shape.rule not in (*TIME_MIX_RULES, "mlstm")
+            )
             for spec in self.spec.layers
         )
         if self.has_wide_states or self.spec.per_layer_size or not is_plain:
@@ -999,12 +1047,18 @@ class Network:
 
     def _queries(self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights) -> Any:
         """The attention queries for the inputs x of their matrix."""
-        assert spec.attention is not None and weights.query is not None
+        assert spec.attention is not None
         heads, rope = spec.attention.num_heads, spec.query_rope or spec.rope
+        if weights.attention_experts is not None:
+            q = weights.attention_experts.query(backend, x, spec)
+            return self._positioned(backend, q, spec, heads, (None, None), rope)
+        assert weights.query is not None, "checked by `_check_attention`"
         if spec.latent is None:
             q = _limited(backend, weights.query.apply(backend, x), spec)
             norm = weights.query_norm, weights.query_norm_bias
-            return self._positioned(backend, q, spec, heads, norm, rope)
+            q = self._positioned(backend, q, spec, heads, norm, rope)
+            bias = weights.key_bias
+            return q if bias is None else bias.queries(backend, q, spec.attention)
         latent = weights.latent
         assert latent is not None, "checked by `_check_latent`"
         q = weights.query.apply(backend, x)
@@ -1079,7 +1133,7 @@ class Network:
             y = backend.rms_norm(y, weights.mlp_inner_norm, self.spec.norm_eps)
             y = weights.mlp.down.apply(backend, y)
         else:
-            y = _mlp(backend, y, spec, weights.mlp, inputs if spec.routes_inputs else None)
+            y = _mlp(backend, y, spec, weights.mlp, inputs)
         if convolution is not None:
             y = convolution.of_outputs(backend, y, kernels)
         if weights.mlp_receptance is not None:
@@ -1128,7 +1182,8 @@ class Network:
             x = backend.columns(x, 0, self.spec.hidden_size)
         weights = self.weights
         if self.spec.has_final_norm:
-            x = self._norm(backend, x, weights.final_norm, weights.final_norm_bias)
+            eps = self.spec.final_norm_eps
+            x = self._norm(backend, x, weights.final_norm, weights.final_norm_bias, eps)
         if weights.head_dense is None:
             return x
         assert self.spec.head_activation is not None, "checked when the network is made"
@@ -1162,7 +1217,7 @@ class Network:
         if spec.recurrence is None:
             return self._attention(backend, x, spec, weights, index)
         assert weights.recurrent is not None, "checked by `_check_layer`"
-        if isinstance(weights.recurrent, TimeMix):
+        if isinstance(weights.recurrent, TimeMix | Mlstm):
             return weights.recurrent.apply(backend, x, index, spec.recurrence.shape)
         y = self._recurrent(backend, x, spec.recurrence, weights.recurrent, index)
         if spec.attention is None:
@@ -1206,11 +1261,13 @@ class Network:
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
     ) -> Any:
         shape = spec.attention
-        assert shape is not None and weights.output is not None
+        assert shape is not None
         if spec.latent is not None:
             return self._latent_attention(backend, x, spec, weights, index)
         if spec.shared_key is not None:
             return self._shared_key_attention(backend, x, spec, weights, index)
+        if weights.convolved is not None:
+            return self._convolved_attention(backend, x, spec, weights, index)
         inputs = _query_inputs(backend, x, spec, weights)
         q = self._queries(backend, inputs, spec, weights)
         if weights.differential is not None:
@@ -1235,6 +1292,9 @@ class Network:
                 y = backend.gated(gate, y, spec.attention_gate)
         if spec.has_attention_inner_norm:
             y = backend.rms_norm(y, weights.attention_inner_norm, self.spec.norm_eps)
+        if weights.attention_experts is not None:
+            return weights.attention_experts.output(backend, x, y, spec)
+        assert weights.output is not None, "checked by `_check_attention`"
         return weights.output.apply(backend, y)
 
     def _keys_values(
@@ -1252,6 +1312,8 @@ class Network:
         k = self._positioned(backend, k, spec, key_heads, norm, spec.rope)
         if spec.has_value_norm:
             v = backend.rms_norm(v, None, self.spec.norm_eps, heads)
+        if weights.key_bias is not None:
+            k = weights.key_bias.keys(backend, k, v, shape)
         return k, v
 
     def _latent_attention(
@@ -1276,6 +1338,20 @@ class Network:
             else:
                 y = backend.gated(gate, y, spec.attention_gate)
         return weights.output.apply(backend, y)
+
+    def _convolved_attention(
+        self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
+    ) -> Any:
+        shape, own, stored = spec.attention, weights.convolved, spec.stored_inputs
+        assert shape is not None and own is not None and stored is not None
+        assert weights.query and weights.key and weights.value and weights.output
+        q, k = weights.query.apply(backend, x), weights.key.apply(backend, x)
+        q, k = own.queries_keys(backend, q, k, index, shape, stored)
+        v = own.values(backend, weights.value.apply(backend, x), x, index, stored)
+        if spec.rope is not None:
+            q = backend.rope(q, shape.num_heads, spec.rope)
+            k = backend.rope(k, shape.num_kv_heads, spec.rope)
+        return weights.output.apply(backend, backend.attention(q, k, v, index, shape))
 
     def _shared_key_attention(
         self, backend: Backend, x: Any, spec: LayerSpec, weights: LayerWeights, index: int
@@ -1456,6 +1532,11 @@ def _kept(backend: Backend, x: Any, factors: np.ndarray | None) -> Any:
     return x if factors is None else backend.multiply(x, factors)
 
 
+def _shifted(backend: Backend, x: Any, bias: Weight | None) -> Any:
+    """x plus a bias, if there is one."""
+    return x if bias is None else backend.add_positions(x, bias)
+
+
 def _limited(backend: Backend, x: Any, spec: LayerSpec) -> Any:
     """Queries, keys or values, clamped if the layer says so."""
     return x if spec.qkv_limit is None else backend.clamp(x, spec.qkv_limit)
@@ -1468,6 +1549,8 @@ def mlp_matrices(mlp: Mlp) -> Iterator[Weight]:
         return
     yield mlp.router.weight
     yield from mlp.routed.matrices
+    if mlp.adjugate is not None:
+        yield from mlp.adjugate.matrices
     for latent in (mlp.latent_down, mlp.latent_up):
         if latent is not None:
             yield latent.weight
@@ -1526,26 +1609,32 @@ def _recurrence(
     return backend.recurrence(None, (keys, queries, steps), index, shape, vectors)
 
 
-def _mlp(
-    backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp, router_inputs: Any | None = None
-) -> Any:
-    """The output of an MLP for x; the router of experts reads `router_inputs`, or x too."""
+def _mlp(backend: Backend, x: Any, spec: LayerSpec, mlp: Mlp, inputs: Any | None = None) -> Any:
+    """The output of an MLP for x. `inputs` are those of the layer, which the router of experts or
+    the experts may read."""
     if isinstance(mlp, PlainMlp):
         assert isinstance(spec.activation, str), "checked by `ModelSpec`"
         return _plain_mlp(backend, x, mlp, spec.activation)
     if isinstance(mlp, Experts):
         assert spec.routing is not None, "checked by `_check_mlp`"
-        router = mlp.router.apply(backend, x if router_inputs is None else router_inputs)
+        read = x
+        if mlp.input_norm is not None:
+            read = backend.rms_norm(inputs, mlp.input_norm.weight, mlp.input_norm.eps)
+        router = mlp.router.apply(backend, inputs if spec.routes_inputs else read)
         if spec.routing.scoring == "given":
             router = backend.activate(router, "relu")
         if mlp.router_softcap is not None:
             router = backend.softcap(router, mlp.router_softcap)
         if mlp.router_norm is not None:
             router = backend.rms_norm(router, mlp.router_norm.weight, mlp.router_norm.eps)
-        latent = x if mlp.latent_down is None else mlp.latent_down.apply(backend, x)
+        latent = read if mlp.latent_down is None else mlp.latent_down.apply(backend, read)
         if mlp.latent_norm is not None:
             latent = backend.rms_norm(latent, mlp.latent_norm.weight, mlp.latent_norm.eps)
         y = backend.experts(latent, router, mlp.routed, spec.routing, spec.activation)
+        if mlp.adjugate is not None:
+            assert spec.adjugate is not None, "checked by `_check_mlp`"
+            further = backend.experts(latent, router, mlp.adjugate, spec.adjugate, spec.activation)
+            y = backend.add(y, further)
         if mlp.latent_output_norm is not None:
             norm = mlp.latent_output_norm
             y = backend.rms_norm(y, norm.weight, norm.eps)
@@ -1648,6 +1737,11 @@ def _check_layer(
         raise CheckpointError(f"{prefix}only one of the spec and the weights has a recurrence")
     if spec.recurrence is not None and isinstance(layer.recurrent, RecurrentWeights):
         _check_recurrent(prefix, spec.recurrence, layer.recurrent, hidden)
+    has_memory = spec.recurrence is not None and spec.recurrence.shape.rule == "mlstm"
+    if has_memory != isinstance(layer.recurrent, Mlstm):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has an mLSTM")
+    if spec.recurrence is not None and isinstance(layer.recurrent, Mlstm):
+        _check_mlstm(prefix, spec.recurrence.shape, layer.recurrent, hidden)
     has_pre_norm = spec.norms in ("pre", "both", "stream")
     has_post_norm = spec.norms not in ("pre", "stream", "none")
     has_mlp = spec.mlp != "none"
@@ -1834,7 +1928,7 @@ def _check_per_layer_block(prefix: str, spec: ModelSpec, weights: PerLayerBlock 
 def _check_attention(
     prefix: str, spec: LayerSpec, shape: Attention, layer: LayerWeights, hidden: int, width: int
 ) -> None:
-    dim, is_full_norm = shape.head_dim, spec.qk_norm in ("full", "heads")
+    dim, is_full_norm = shape.head_dim - spec.has_key_bias, spec.qk_norm in ("full", "heads")
     q_size, kv_size = shape.num_heads * dim, shape.num_kv_heads * dim
     if (layer.differential is not None) != spec.is_differential:
         raise CheckpointError(f"{prefix}only one of the spec and the weights is differential")
@@ -1863,6 +1957,25 @@ def _check_attention(
         sizes["output"] = hidden, own.output_groups * own.output_rank
         _check_shared_key(prefix, spec, shape, layer.shared_key, width)
         _check_vector(f"{prefix}the key's norm", layer.key_norm, dim)
+    if (spec.query_routing is None) != (layer.attention_experts is None):
+        raise CheckpointError(
+            f"{prefix}only one of the spec and the weights has experts of queries"
+        )
+    if (layer.convolved is not None) != spec.is_convolved:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights convolves queries")
+    if layer.convolved is not None:
+        sizes["value"] = shape.num_kv_heads * dim // 2, width
+        _check_convolved(prefix, shape, layer.convolved, width)
+    if (layer.key_bias is not None) != spec.has_key_bias:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has biases of keys")
+    if layer.key_bias is not None:
+        steps = shape.num_kv_heads, shape.num_kv_heads * shape.value_dim
+        _check_linear(f"{prefix}the steps of biases", layer.key_bias.steps, steps)
+        _check_vector(f"{prefix}the rates of biases", layer.key_bias.rates, shape.num_kv_heads)
+        _check_matrix(f"{prefix}factors of biases", layer.key_bias.ones, (1, shape.num_heads))
+    if layer.attention_experts is not None:
+        del sizes["query"], sizes["output"]
+        _check_attention_experts(prefix, shape, layer.attention_experts, hidden)
     _check_indexer(prefix, spec, layer.indexer, width)
     if spec.has_query_scale != (layer.query_scale is not None):
         raise CheckpointError(f"{prefix}only one of the spec and the weights scales queries")
@@ -1978,6 +2091,66 @@ def _check_latent(
             _check_matrix(f"{prefix}a head's {name}", weight, size)
 
 
+def _check_convolved(
+    prefix: str, shape: Attention, weights: ConvolvedAttention, hidden: int
+) -> None:
+    heads, dim = shape.num_heads + shape.num_kv_heads, shape.head_dim
+    half = shape.num_kv_heads * dim // 2
+    _check_linear(f"{prefix}delayed values", weights.delayed, (half, hidden))
+    if weights.delayed_bias is not None:
+        _check_matrix(f"{prefix}the bias of delayed values", weights.delayed_bias, (1, half))
+    for vector in (weights.own, weights.before):
+        _check_vector(f"{prefix}the convolution", vector, heads * dim)
+    for mixes in (weights.mixes, weights.mixes_before):
+        if len(mixes) != heads:
+            raise CheckpointError(f"{prefix}the convolution has {len(mixes)} heads, not {heads}")
+        for weight in mixes:
+            _check_matrix(f"{prefix}the convolution", weight, (dim, dim))
+    _check_matrix(f"{prefix}the bias of the convolution", weights.bias, (1, heads * dim))
+    _check_vector(f"{prefix}the factors of keys", weights.key_factors, shape.num_kv_heads * dim)
+
+
+def _check_router_states(
+    prefix: str, spec: LayerSpec, layer: LayerWeights, hidden: int, size: int, is_first: bool
+) -> None:
+    """Check the router of a layer whose states have `size` numbers, and the biases of sums."""
+    router = layer.router_states
+    if (router is not None) != (spec.memory == "routes"):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has router states")
+    for bias in (layer.attention_sum_bias, layer.mlp_sum_bias):
+        if bias is not None:
+            _check_matrix(f"{prefix}the bias of a sum", bias, (1, hidden))
+    if router is None:
+        return
+    _check_linear(f"{prefix}the router's down", router.down, (size, hidden))
+    for linear in (router.first, router.second):
+        _check_linear(f"{prefix}the router's MLP", linear, (size, size))
+    _check_vector(f"{prefix}the router's norm", router.norm, size)
+    if (router.factors is None) != is_first:
+        raise CheckpointError(f"{prefix}all routers but the first read those before them")
+    if router.factors is not None:
+        _check_vector(f"{prefix}the factors of router states", router.factors, size)
+
+
+def _check_attention_experts(
+    prefix: str, shape: Attention, weights: AttentionExperts, hidden: int
+) -> None:
+    count, size = weights.router.weight.out_features, shape.num_kv_heads * shape.head_dim
+    _check_linear(f"{prefix}the router of queries", weights.router, (count, hidden))
+    _check_matrix(f"{prefix}the bias of experts of queries", weights.bias, (1, hidden))
+    for name, matrices, full in (
+        ("queries", weights.queries, (size, hidden)),
+        ("outputs", weights.outputs, (hidden, size)),
+    ):
+        if len(matrices) != count or len({weight.format for weight in matrices}) > 1:
+            raise CheckpointError(
+                f"{prefix}{name}: the weights have {len(matrices)} matrices; allowed are {count},"
+                " one per expert, in one format"
+            )
+        for weight in matrices:
+            _check_matrix(f"{prefix}an expert's {name}", weight, full)
+
+
 def _check_indexer(
     prefix: str, spec: LayerSpec, weights: IndexerWeights | None, width: int
 ) -> None:
@@ -2067,6 +2240,17 @@ def _check_recurrent(
             _check_vector(f"{prefix}norm", weights.norm, shape.width_out)
 
 
+def _check_mlstm(prefix: str, shape: Recurrence, weights: Mlstm, hidden: int) -> None:
+    heads, size, num_keys = shape.num_heads, shape.width_out, shape.num_heads * shape.state_size
+    rows = {"keys": num_keys, "queries": num_keys, "input_gate": heads, "forget_gate": heads}
+    for name, linear in weights.linears.items():
+        full = (hidden, size) if name == "output" else (rows.get(name, size), hidden)
+        _check_linear(prefix + name, linear, full)
+    _check_vector(f"{prefix}the norm of heads", weights.norm, size)
+    number(f"{prefix}norm_eps", weights.norm_eps, 0.0, 1.0)
+    number(f"{prefix}gate_cap", weights.gate_cap)
+
+
 def _check_blocks(prefix: str, shape: Recurrence, weights: RecurrentWeights) -> None:
     for name in ("input_blocks", "recurrence_blocks"):
         blocks = getattr(weights, name)
@@ -2085,14 +2269,16 @@ def _check_mixes(
     """Check the weights of RWKV's time mixing and channel mixing."""
     weights = layer.recurrent if isinstance(layer.recurrent, TimeMix) else None
     rule = None if spec.recurrence is None else spec.recurrence.shape.rule
-    kinds = {"wkv": TimeMixWeights, "wkv6": DynamicMixWeights}
+    kinds = {"wkv": TimeMixWeights, **dict.fromkeys(("wkv6", "gla"), DynamicMixWeights)}
     if type(weights) is not kinds.get(str(rule), type(None)):
         raise CheckpointError(f"{prefix}only one of the spec and the weights mixes positions")
-    if (layer.mlp_mix is None) != (weights is None):
+    has_mlp_mix = weights is not None and spec.mlp == "plain"
+    if (layer.mlp_mix is not None) != has_mlp_mix:
         raise CheckpointError(f"{prefix}only one of the sublayers mixes positions")
     if weights is None:
         return
-    _check_vector(f"{prefix}the mix of the MLP's inputs", layer.mlp_mix, hidden)
+    if has_mlp_mix:
+        _check_vector(f"{prefix}the mix of the MLP's inputs", layer.mlp_mix, hidden)
     linears = weights.linears
     if isinstance(weights, DynamicMixWeights):
         _check_vector(f"{prefix}the first mix", weights.first_mix, hidden)
@@ -2101,23 +2287,30 @@ def _check_mixes(
         _check_linear(f"{prefix}mix_down", down, (5 * rank, hidden))
         for linear in weights.mix_ups:
             _check_linear(f"{prefix}mix_up", linear, (hidden, rank))
-        _check_vector(f"{prefix}the mix of the receptance", layer.mlp_receptance_mix, hidden)
-        if layer.mlp_receptance is None:
-            raise CheckpointError(f"{prefix}mlp_receptance is missing")
-        linears["mlp_receptance"] = layer.mlp_receptance
+        if has_mlp_mix:
+            _check_vector(f"{prefix}the mix of the receptance", layer.mlp_receptance_mix, hidden)
+            if layer.mlp_receptance is None:
+                raise CheckpointError(f"{prefix}mlp_receptance is missing")
+            linears["mlp_receptance"] = layer.mlp_receptance
     elif isinstance(weights, TimeMixWeights):
-        _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), 6 * hidden)
+        count = 5 if weights.gate is None else 6
+        _check_vector(f"{prefix}the mixes", weights.mixes.ravel(), count * hidden)
         if (weights.value_mix is None) != is_first:
             raise CheckpointError(f"{prefix}all layers but the first mix their values")
+    assert spec.recurrence is not None, "its rule is one of time mixing"
+    num_keys = spec.recurrence.shape.num_groups * spec.recurrence.shape.state_size
     for name, linear in linears.items():
-        _check_linear(prefix + name, linear, (hidden, hidden))
+        size = num_keys if name in ("key", "value") else hidden
+        _check_linear(prefix + name, linear, (size, hidden))
     for name, product in weights.products.items():
         rank = product.down.weight.out_features
         _check_linear(f"{prefix}{name}, down", product.down, (rank, hidden))
         _check_linear(f"{prefix}{name}, up", product.up, (hidden, rank))
-    for name, vector in vars(weights.vectors).items():
-        if rule == "wkv" or not name.startswith("key_"):
-            _check_vector(prefix + name, vector, hidden)
+    vectors = weights.vectors
+    required = {"wkv": ("bonus", "key_scale", "key_rate"), "wkv6": ("bonus", "norm"), "gla": ()}
+    names = [*required[str(rule)], *(("norm", "norm_bias") if vectors.norm is not None else ())]
+    for name in names:
+        _check_vector(prefix + name, getattr(vectors, name), hidden)
 
 
 def _check_kda_gates(
@@ -2165,7 +2358,8 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         _check_dense(prefix, mlp, hidden)
         return
     count, routed = spec.num_experts, mlp.routed
-    _check_linear(f"{prefix}router", mlp.router, (count, hidden))
+    read = mlp.router.weight.in_features if spec.memory == "routes" else hidden
+    _check_linear(f"{prefix}router", mlp.router, (count, read))
     is_plain = spec.mlp == "plain"
     kinds = ("up", "down") if is_plain else ("gate", "up", "down")
     counts = {len(getattr(routed, kind)) for kind in kinds}
@@ -2187,6 +2381,21 @@ def _check_mlp(prefix: str, spec: LayerSpec, mlp: Mlp, hidden: int) -> None:
         size = routed.up[0].in_features
         _check_linear(f"{prefix}latent_down", mlp.latent_down, (size, hidden))
         _check_linear(f"{prefix}latent_up", mlp.latent_up, (hidden, size))
+    if (mlp.input_norm is not None) != spec.experts_read_inputs:
+        raise CheckpointError(f"{prefix}only one of the spec and the weights norms experts' inputs")
+    if mlp.input_norm is not None:
+        _check_vector(f"{prefix}the norm of the layer's inputs", mlp.input_norm.weight, hidden)
+    if (mlp.adjugate is None) != (spec.adjugate is None):
+        raise CheckpointError(f"{prefix}only one of the spec and the weights has further experts")
+    if mlp.adjugate is not None and spec.adjugate is not None:
+        groups, part = count // spec.adjugate.logits_per_expert, mlp.adjugate.up[0].out_features
+        for kind in kinds:
+            if len(getattr(mlp.adjugate, kind)) != groups:
+                raise CheckpointError(f"{prefix}there are not {groups} further experts")
+            for weight in getattr(mlp.adjugate, kind):
+                _check_matrix(
+                    f"{prefix}a further expert's {kind}", weight, _shape(kind, part, size)
+                )
     for kind in kinds:
         shape = _shape(kind, inner, size)
         biases = getattr(routed, f"{kind}_bias") or [None] * num_matrices

@@ -11,6 +11,7 @@ import numpy as np
 
 from anydecode.kernels.interface import (
     RULES,
+    TIME_MIX_RULES,
     Activation,
     Attention,
     ClampedSwiglu,
@@ -265,6 +266,10 @@ class LayerSpec:
         routing: How a token's experts are chosen; None for a dense MLP.
         routes_inputs: Whether the router reads the inputs of the layer, without a norm
             (SmallThinker), and not those of the experts.
+        experts_read_inputs: Whether the experts and their router read the inputs of the layer, with
+            a norm of their own (Arctic), and the MLP beside them alone what is behind the mixer.
+        adjugate: How the groups of experts are weighed that each have a further expert (GroveMoE);
+            None: there are none.
         has_sinks: Whether each head has an attention sink (gpt-oss).
         query_rope: The rotary position embedding of queries, if it is another than that of keys
             (Ministral 3), which may have none (Llama 4).
@@ -324,6 +329,11 @@ class LayerSpec:
             layers behind it are those before it once more (Nanbeige).
         gate_cutoff: The gate of the MLP keeps what is above a threshold, which is subtracted: its
             mean plus so many standard deviations (Gemma 3n). None: no threshold.
+        query_routing: How the experts of queries and outputs are chosen, see
+            `models/attention_experts.py`; None: there are none.
+        is_convolved: Whether queries and keys are convolved, and half of the values are those of
+            the position before (`ConvolvedAttention`).
+        has_key_bias: Whether the last number of each key is a bias of its scores (`KeyBias`).
         has_query_scale: Whether the heads' queries have factors that depend on the position
             (`QueryScale`).
         has_residual_gates: Whether the input of each sublayer is multiplied by factors
@@ -347,6 +357,8 @@ class LayerSpec:
     num_experts: int = 0
     routing: Routing | None = None
     routes_inputs: bool = False
+    experts_read_inputs: bool = False
+    adjugate: Routing | None = None
     has_sinks: bool = False
     query_rope: Rope | None = None
     norm_after_rope: bool = False
@@ -382,6 +394,9 @@ class LayerSpec:
     has_head_norm: bool = False
     has_query_scale: bool = False
     has_ngrams: bool = False
+    query_routing: Routing | None = None
+    has_key_bias: bool = False
+    is_convolved: bool = False
 
     @property
     def of_shared_mlp(self) -> LayerSpec:
@@ -409,11 +424,14 @@ class LayerSpec:
     @property
     def stored_inputs(self) -> Recurrence | None:
         """The shape of the inputs that the layer stores beside keys and values: those of a
-        recurrence, of entries, or of an indexer's keys of blocks."""
+        recurrence, of entries, of an indexer's keys of blocks, or of convolved queries."""
         shape, own = self.attention, self.shared_key
         if self.indexer is not None and shape is not None and shape.has_block_keys:
             numbers = self.indexer.head_dim * (2 if self.indexer.key_rope is None else 1)
             return Recurrence("pool", numbers, shape.index_block)
+        if self.is_convolved and shape is not None:
+            width = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            return Recurrence("pool", 2 * width + shape.num_kv_heads * shape.head_dim // 2, 2)
         if own is None or shape is None or shape.entry_size is None:
             return None if self.recurrence is None else self.recurrence.shape
         groups = 1 + own.has_overlap
@@ -425,7 +443,8 @@ class LayerSpec:
         """Numbers of one head in the output of the query matrix."""
         assert self.attention is not None, "a layer with attention"
         if self.latent is None:
-            return self.attention.head_dim // (2 if self.is_differential else 1)
+            dim = self.attention.head_dim - self.has_key_bias
+            return dim // (2 if self.is_differential else 1)
         return self.latent.key_dim + self.attention.head_dim - self.attention.value_dim
 
     def query_order(self) -> np.ndarray | None:
@@ -444,7 +463,8 @@ class LayerSpec:
             return self.value_order()
         if shape is None or not self.interleaved_rope:
             return None
-        return self._row_order(shape.num_kv_heads, shape.head_dim, shape.latent_dim or 0)
+        dim = shape.head_dim - self.has_key_bias
+        return self._row_order(shape.num_kv_heads, dim, shape.latent_dim or 0)
 
     def value_order(self) -> np.ndarray | None:
         """The order in which the stored rows of the value matrix are loaded; None: as stored."""
@@ -621,6 +641,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # factor of each sublayer's output
     norm: str = "rms"  # or "layer"
     post_norm_eps: float | None = None  # of the norms of sublayers' outputs; None: `norm_eps`
+    final_norm_eps: float | None = None  # of the final norm; None: `norm_eps`
     has_position_table: bool = False  # whether learned position embeddings are added (GPT-2)
     is_encoder: bool = False  # trained to represent texts: bidirectional, and cannot generate
     has_embedding_norm: bool = False  # whether the sum of the embeddings is normed (BERT)
@@ -656,8 +677,9 @@ class ModelSpec:
         integer("hidden_size", self.hidden_size)
         integer("max_positions", self.max_positions)
         number("norm_eps", self.norm_eps, 0.0, 1.0)
-        if self.post_norm_eps is not None:
-            number("post_norm_eps", self.post_norm_eps, 0.0, 1.0)
+        for name in ("post_norm_eps", "final_norm_eps"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), 0.0, 1.0)
         number("embedding_scale", self.embedding_scale)
         number("logit_scale", self.logit_scale)
         number("residual_scale", self.residual_scale)
@@ -836,6 +858,11 @@ def _check_memory(spec: ModelSpec) -> None:
             raise ConfigError(
                 "layers that read the embeddings have attention, a gated MLP and a recurrence"
             )
+    elif any(layer.memory == "routes" for layer in spec.layers):
+        if any(x.memory != "routes" or not x.num_experts or x.is_parallel for x in spec.layers):
+            raise ConfigError("all layers have experts whose routers have states, or none has")
+        if any(x.attention is None for x in spec.layers):
+            raise ConfigError("layers whose routers have states have attention")
     elif len(makers) != (spec.memory_size > 0) or any(reader < makers[0] for reader in readers):
         raise ConfigError("memory units need one layer before them that makes the memory")
     for layer in (spec.layers[i] for i in readers):
@@ -964,6 +991,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
     for rope in (layer.rope, layer.query_rope):
         if rope is not None:
             head_dim = 0 if layer.attention is None else layer.attention.head_dim
+            head_dim -= layer.has_key_bias
             if layer.attention is not None and layer.latent is not None:
                 head_dim -= layer.attention.value_dim
             if layer.is_differential:
@@ -976,7 +1004,7 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         "attention_gate": (None, "sigmoid", "softplus"),
         "memory": (
             *(None, "makes", "reads", "side", "embeddings", "shortcut", "adds"),
-            *("joins", "swaps"),
+            *("joins", "swaps", "routes"),
         ),
     }
     _check_activation(prefix, layer, layer.activation)
@@ -1033,6 +1061,8 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
             raise ConfigError(
                 f"{prefix}disentangled attention needs a key for each head, and no other biases"
             )
+    if layer.query_routing is not None:
+        _check_query_routing(prefix, layer, layer.query_routing)
     if layer.qkv_limit is not None:
         number(f"{prefix}qkv_limit", layer.qkv_limit)
     if layer.has_attention_inner_norm:
@@ -1042,8 +1072,14 @@ def _check_layer(prefix: str, layer: LayerSpec) -> None:
         raise ConfigError(f"{prefix}factors of queries need latent attention with even queries")
     if layer.has_head_norm and (layer.attention is None or layer.latent or layer.shared_key):
         raise ConfigError(f"{prefix}norms of heads need attention without latents")
-    if layer.has_residual_gates and (layer.norms != "both" or layer.is_parallel or layer.memory):
-        raise ConfigError(f"{prefix}residual gates need sublayers that are normed before and after")
+    has_norms = layer.norms in ("pre", "both")
+    has_memory = layer.memory not in (None, "routes")
+    if layer.has_residual_gates and (not has_norms or layer.is_parallel or has_memory):
+        raise ConfigError(f"{prefix}residual gates need sublayers whose inputs are normed")
+    if layer.has_key_bias:
+        _check_key_bias(prefix, layer)
+    if layer.is_convolved:
+        _check_convolved(prefix, layer)
     if layer.has_mlp_inner_norm and (layer.mlp != "gated" or layer.num_experts):
         raise ConfigError(f"{prefix}an inner norm needs a gated MLP without experts")
     integer(f"{prefix}num_experts", layer.num_experts, 0, MAX_EXPERTS)
@@ -1103,7 +1139,11 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
     if (routing is None) != (count == 0):
         raise refusal(f"{prefix}num_experts", count, "0 without routing, and more than 0 with it")
     if routing is None:
+        if layer.experts_read_inputs or layer.adjugate is not None:
+            raise ConfigError(f"{prefix}there are no experts")
         return
+    if layer.adjugate is not None:
+        _check_adjugate(prefix, count, routing, layer.adjugate)
     used = integer(f"{prefix}experts_per_token", routing.experts_per_token, 1, count)
     if routing.scoring not in ("softmax", "sigmoid", "sqrtsoftplus", "given", "sparsemixer"):
         allowed = "softmax, sigmoid, sqrtsoftplus, given or sparsemixer"
@@ -1134,6 +1174,15 @@ def _check_routing(prefix: str, layer: LayerSpec) -> None:
         raise refusal(f"{prefix}experts_per_token", used, allowed)
 
 
+def _check_adjugate(prefix: str, count: int, routing: Routing, adjugate: Routing) -> None:
+    size = integer(f"{prefix}experts_per_group", adjugate.logits_per_expert, 1, count)
+    if count % size:
+        raise refusal(f"{prefix}experts_per_group", size, f"a divisor of the {count} experts")
+    number(f"{prefix}the scale of further experts", adjugate.scale)
+    if replace(adjugate, scale=routing.scale, logits_per_expert=1) != routing:
+        raise ConfigError(f"{prefix}further experts of groups are chosen as the others are")
+
+
 def _check_attention(prefix: str, shape: Attention) -> None:
     heads = integer(f"{prefix}num_heads", shape.num_heads, 1, MAX_COUNT)
     kv_heads = integer(f"{prefix}num_kv_heads", shape.num_kv_heads, 1, MAX_COUNT)
@@ -1157,6 +1206,38 @@ def _check_attention(prefix: str, shape: Attention) -> None:
             raise refusal(f"{prefix}the number of slopes", len(shape.slopes), f"{heads}")
         for slope in shape.slopes:
             number(f"{prefix}slope", slope, 0.0)
+
+
+def _check_convolved(prefix: str, layer: LayerSpec) -> None:
+    shape = layer.attention
+    if shape is None or shape.value_size is not None or shape.num_kv_heads * shape.head_dim % 2:
+        raise ConfigError(f"{prefix}convolved queries need attention with an even size of values")
+    others = layer.latent, layer.shared_key, layer.low_rank_query, layer.indexer, layer.qk_norm
+    if any(other is not None for other in (*others, layer.cache_layer)) or layer.is_differential:
+        raise ConfigError(f"{prefix}convolved queries are those of plain attention without norms")
+    if layer.recurrence is not None or layer.interleaved_rope or layer.memory != "routes":
+        raise ConfigError(f"{prefix}convolved queries need routers with states, and no recurrence")
+
+
+def _check_key_bias(prefix: str, layer: LayerSpec) -> None:
+    shape = layer.attention
+    if shape is None or shape.value_size is None or shape.value_size >= shape.head_dim:
+        raise ConfigError(f"{prefix}keys with a bias need attention with smaller values")
+    others = layer.latent, layer.shared_key, layer.query_routing, layer.indexer, layer.cache_layer
+    if any(other is not None for other in others) or layer.is_differential or shape.softcap:
+        raise ConfigError(f"{prefix}keys with a bias are those of plain attention")
+
+
+def _check_query_routing(prefix: str, layer: LayerSpec, routing: Routing) -> None:
+    """Check the experts of a layer's queries."""
+    shape, used = layer.attention, integer(f"{prefix}experts_per_token", routing.experts_per_token)
+    if shape is None or shape.num_heads != used * shape.num_kv_heads:
+        raise ConfigError(f"{prefix}experts of queries need a head of each for every key head")
+    others = layer.latent, layer.shared_key, layer.low_rank_query, layer.indexer, layer.qk_norm
+    if any(other is not None for other in others) or layer.qkv_limit or layer.is_differential:
+        raise ConfigError(f"{prefix}experts of queries have neither norms nor limits")
+    if routing != Routing(used, scale=routing.scale, by_logits=True):
+        raise ConfigError(f"{prefix}experts of queries are chosen by their logits")
 
 
 def _check_latent(prefix: str, layer: LayerSpec) -> None:
@@ -1296,9 +1377,9 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
     size = integer(f"{prefix}state_size", shape.state_size, 1, MAX_COUNT)
     integer(f"{prefix}num_heads * head_dim * state_size", heads * dim * size)
     integer(f"{prefix}numbers that a slot stores", shape.num_inputs)
-    if shape.rule in ("wkv", "wkv6"):
+    if shape.rule in TIME_MIX_RULES:
         integer(f"{prefix}state_size", size, dim, dim)
-        integer(f"{prefix}num_groups", groups, heads, heads)
+        integer(f"{prefix}num_groups", groups, 1 if shape.rule == "gla" else heads, heads)
         number(f"{prefix}norm_eps", shape.norm_eps, 0.0, MAX_FACTOR)
         return
     if shape.rule == "lru":
@@ -1312,12 +1393,13 @@ def _check_recurrence(prefix: str, spec: RecurrentSpec) -> None:
 
 
 def _check_mixes(prefix: str, spec: ModelSpec, layer: LayerSpec) -> None:
-    """The layers of RWKV store the inputs of their two sublayers, and have the values of the first
-    layer."""
-    if layer.recurrence is None or layer.recurrence.shape.rule not in ("wkv", "wkv6"):
+    """The layers of RWKV store the inputs of their two sublayers, or of the first one if the MLP is
+    gated (ARWKV), and have the values of the first layer."""
+    if layer.recurrence is None or layer.recurrence.shape.rule not in TIME_MIX_RULES:
         return
     shape, first = layer.recurrence.shape, spec.layers[0].recurrence
-    if shape.width != 2 * spec.hidden_size or shape.width_out != spec.hidden_size:
+    width = (1 if layer.mlp == "gated" else 2) * spec.hidden_size  # of the inputs that are mixed
+    if shape.width != width or shape.width_out != spec.hidden_size:
         allowed = f"heads of {spec.hidden_size} numbers together, the hidden size"
         raise refusal(f"{prefix}num_heads * head_dim", shape.width_out, allowed)
     if first is None or first.shape != shape:

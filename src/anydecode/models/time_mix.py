@@ -5,7 +5,7 @@ receptance, the decay, the key, the value, the rate and the gate of a recurrence
 "wkv"). The values of later layers are mixed with those of the first, which its slots store.
 
 In RWKV-6, five mixtures, whose shares depend on a sixth one, give the decay, the key, the value,
-the receptance and the gate ("wkv6").
+the receptance and the gate ("wkv6"). So they do in RWKV-6 in Qwen2 ("gla").
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class TimeMixWeights(TimeMix):
     """The weights of RWKV-7's.
 
     Attributes:
-        mixes: The shares of the position before in the six inputs, float32 `[6, hidden_size]`.
+        mixes: The shares of the position before in the six inputs, float32 `[6, hidden_size]`;
+            of the first five, if there is no gate.
         receptance: `[hidden_size, hidden_size]`, as are `key`, `value` and `output`.
         key: Of the keys.
         value: Of the values.
         output: Of the gated outputs of the recurrence.
         decay: Of the decays.
         rate: Of the rates.
-        gate: Of the gates.
+        gate: Of the gates; None: there are none (ARWKV).
         value_mix: Of the share of the first layer's value; None in the first layer.
         vectors: The vectors of the recurrence.
     """
@@ -87,13 +88,13 @@ class TimeMixWeights(TimeMix):
     output: Linear
     decay: LowRankProduct
     rate: LowRankProduct
-    gate: LowRankProduct
+    gate: LowRankProduct | None
     vectors: WkvWeights
     value_mix: LowRankProduct | None = None
 
     def apply(self, backend: Backend, x: Any, layer: int, shape: Recurrence) -> Any:
         """The output of the sublayer of `layer` for its normed inputs."""
-        r, w, k, v, a, g = backend.shift(x, layer, shape, 0, list(self.mixes))
+        r, w, k, v, a, *g = backend.shift(x, layer, shape, 0, list(self.mixes))
         value = self.value.apply(backend, v)
         if self.value_mix is not None:
             value = self._mixed_value(backend, value, self.value_mix.apply(backend, v), shape)
@@ -105,7 +106,8 @@ class TimeMixWeights(TimeMix):
             self.rate.apply(backend, a),
         )
         y = backend.recurrence(None, gates, layer, shape, self.vectors)
-        y = backend.gated(self.gate.apply(backend, g), y, "identity")
+        if self.gate is not None:
+            y = backend.gated(self.gate.apply(backend, g[0]), y, "identity")
         return self.output.apply(backend, y)
 
     def _mixed_value(self, backend: Backend, value: Any, share: Any, shape: Recurrence) -> Any:
@@ -128,13 +130,14 @@ class DynamicMixWeights(TimeMix):
         mix_down: `[5 * rank, hidden_size]`.
         mix_ups: What is added to the shares: of the tangents of equal parts of its product, one
             matrix `[hidden_size, rank]` each.
-        receptance: `[hidden_size, hidden_size]`, as are `key`, `value`, `gate` and `output`.
-        key: Of the keys.
+        receptance: `[hidden_size, hidden_size]`, as are `gate` and `output`.
+        key: Of the keys, `[num_groups * head_dim, hidden_size]`, as is `value`.
         value: Of the values.
         gate: Of the gates.
         output: Of the gated outputs of the recurrence.
         decay: Of the decays.
         vectors: The vectors of the recurrence.
+        gate_activation: Of the gates: "silu" or "sigmoid".
     """
 
     first_mix: np.ndarray
@@ -148,6 +151,7 @@ class DynamicMixWeights(TimeMix):
     output: Linear
     decay: LowRankProduct
     vectors: WkvWeights
+    gate_activation: str = "silu"
 
     @property
     def matrices(self) -> list[Weight]:
@@ -173,7 +177,7 @@ class DynamicMixWeights(TimeMix):
             self.value.apply(backend, v),
         )
         y = backend.recurrence(None, gates, layer, shape, self.vectors)
-        y = backend.gated(self.gate.apply(backend, g), y, "silu")
+        y = backend.gated(self.gate.apply(backend, g), y, self.gate_activation)
         return self.output.apply(backend, y)
 
     @property

@@ -47,6 +47,17 @@ def _with(one: Decoder, end: str, change: Callable[[np.ndarray], np.ndarray]) ->
     return replace(one, tensors=tensors)
 
 
+def _exchanged_norms(one: Decoder) -> Decoder:
+    """The decoder whose experts have the norm of the MLP beside them, and the other way round."""
+    names = ("post_attention_layernorm", "residual_layernorm")
+    tensors = dict(one.tensors)
+    for key in one.tensors:
+        if names[0] in key:
+            other = key.replace(*names)
+            tensors[key], tensors[other] = tensors[other], tensors[key]
+    return replace(one, tensors=tensors)
+
+
 #: Parts of the reference in which a wrong twin differs.
 TWINS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "smallthinker, a router of normed inputs": (
@@ -69,6 +80,13 @@ TWINS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
     "spark, no windows": ("spark2_5", lambda one: replace(one, windows=[None] * 3)),
     "maple, no limit": ("maple", lambda one: replace(one, limit=np.inf)),
     "maple, positions in every layer": ("maple", lambda one: replace(one, bases=[500.0] * 3)),
+    "grovemoe, no further experts": ("grovemoe", lambda one: replace(one, group=(2, 0.0))),
+    "grovemoe, the usual factor": ("grovemoe", lambda one: replace(one, group=(2, 0.05))),
+    "grovemoe, other groups": ("grovemoe", lambda one: replace(one, group=(3, 0.3))),
+    "arctic, experts behind the attention": (
+        "arctic", lambda one: replace(one, reads_states=True),
+    ),
+    "arctic, norms exchanged": ("arctic", _exchanged_norms),
     "grok, scores without a limit": (
         "grok", lambda one: replace(one, softcaps=(np.inf, *one.softcaps[1:])),
     ),
@@ -159,6 +177,8 @@ def test_logits_of_a_gguf_file(name: str, tmp_path: Path) -> None:
 #: size for 0, and does not end.
 FOR_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "plamo2": {"attention.head_count": HEADS},
+    # The further experts read the outputs of the others in its code, with weights of other experts.
+    "grovemoe": {"expert_group_scale": 1e-8},
     # It reads the limit of the router's outputs, and does not use it.
     "grok": {"router_logit_softcapping": 1e6},
 }
@@ -187,6 +207,9 @@ def test_logits_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
         ("grok", {"attention.output_scale": 0.1}),
         ("grok", {"embedding_scale": 1.0}),
         ("grok", {"logit_scale": 0.5}),
+        ("grovemoe", {"expert_group_scale": 0.05}),
+        ("grovemoe", {"expert_used_count": 2}),
+        ("arctic", {"expert_used_count": 3}),
         ("plm", {"rope.freq_base": 5e4}),
         ("codeshell", {"rope.freq_base": 50.0}),
         ("codeshell", {"rope.scaling.factor": 2.0}),
@@ -211,6 +234,9 @@ def test_every_key_changes_the_logits(name: str, change: dict[str, Any], tmp_pat
         ("codeshell", {"position_embedding_type": "learned"}, "position_embedding_type 'lear"),
         ("spark2_5", {"gate_attn_act_mode": "tanh"}, "gate_attn_act_mode is 'tanh'"),
         ("spark2_5", {"headwise_attn_output_gate": False}, "headwise_attn_output_gate is False"),
+        ("arctic", {"parallel_attn_mlp_res": False}, "parallel_attn_mlp_res is False"),
+        ("arctic", {"use_residual": False}, "use_residual is False; allowed is true"),
+        ("grovemoe", {"experts_per_group": 4}, "experts_per_group is 4; allowed is a divisor of"),
         ("maple", {"nope_on_global_attention": False}, "nope_on_global_attention is False"),
         ("maple", {"num_shared_experts": 1}, "num_shared_experts is 1; allowed is 0"),
     ],

@@ -86,7 +86,7 @@ def _readable_network(model: Any) -> Network:
             "attention weights cannot be computed for models with several streams of hidden states"
             " (Gemma 3n) or a memory (SambaY, RemeDi)"
         )
-    if network is not None and network.weights.layers[0].query.weight.data.size:
+    if network is not None and network.weights.layers[0].matrices[0].data.size:
         readable: Network = network
         return readable
     path: Path | None = getattr(model, "path", None)

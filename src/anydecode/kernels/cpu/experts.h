@@ -10,34 +10,37 @@ typedef struct {
   int32_t *expert, *slot;   /* [n * top_k], each row's experts in order of id, -1 after the last,
                              * and their slots */
   int32_t *start;           /* [experts + 1], first slot of each expert */
-  int32_t *row;             /* [slots] */
   float *weight;            /* [n * top_k] */
-  float *score, *choice;    /* [experts], of one row */
+  float *score, *choice;    /* [logits], of one row */
   float *group;             /* [groups], of one row */
-  float *block;             /* [experts], 0 for those that a block may choose from, or -inf */
+  float *block;             /* [logits], 0 for those that a block may choose from, or -inf */
   float *x, *gate, *up, *y; /* [slots, ...] */
   Activations *quantised;    /* the inputs of gate matrices, then those of down matrices */
   Activations *quantised_up; /* those of up matrices, which may be the same */
 } ExpertScratch;
 
+/* The number of a row's logits. */
+INLINE int num_logits(const Op *op) { return op->count * op->routing->logits_per_expert; }
+
 static ExpertScratch expert_scratch(const Op *op, int n, float *base) {
   int64_t slots = (int64_t)n * op->groups;
-  int inner = op->experts[0]->out_features;
+  int is_mlp = op->routing->kind == EXPERT_MLPS, inner = is_mlp ? op->experts[0]->out_features : 0;
+  int width = op->experts[0]->in_features;
+  int width_out = is_mlp ? op->width_out : op->experts[0]->out_features;
   ExpertScratch scratch;
   scratch.expert = (int32_t *)base;
   scratch.slot = scratch.expert + slots;
-  scratch.row = scratch.slot + slots;
-  scratch.weight = (float *)(scratch.row + slots);
+  scratch.weight = (float *)(scratch.slot + slots);
   scratch.start = (int32_t *)(scratch.weight + slots);
   scratch.score = (float *)(scratch.start + op->count + 1);
-  scratch.choice = scratch.score + op->count;
-  scratch.group = scratch.choice + op->count;
-  scratch.block = scratch.group + op->count;
-  scratch.x = scratch.block + op->count;
-  scratch.gate = scratch.x + slots * op->width;
+  scratch.choice = scratch.score + num_logits(op);
+  scratch.group = scratch.choice + num_logits(op);
+  scratch.block = scratch.group + num_logits(op);
+  scratch.x = scratch.block + num_logits(op);
+  scratch.gate = scratch.x + slots * width;
   scratch.up = scratch.gate + slots * inner;
   scratch.y = scratch.up + slots * inner;
-  scratch.quantised = (Activations *)(scratch.y + slots * op->width_out);
+  scratch.quantised = (Activations *)(scratch.y + slots * width_out);
   scratch.quantised_up = scratch.quantised;
   if (op->kv_heads) scratch.quantised_up += slots * (op->width / QUANT_BLOCK);
   return scratch;
@@ -150,12 +153,12 @@ static void route_given(const Op *op, const float *router, int32_t *expert, floa
  * result. */
 static float choice_scores(const Op *op, const float *router, const ExpertScratch *scratch) {
   const Routing *routing = op->routing;
-  float *score = scratch->score, sum = expert_scores(router, op->count, routing, score);
+  float *score = scratch->score, sum = expert_scores(router, num_logits(op), routing, score);
   const float *bias = routing->selection_bias;
   /* The order of softmax scores is that of the logits. */
   int has_scores = routing->is_sigmoid || bias || routing->num_groups > 1;
   has_scores = has_scores && !routing->by_logits;
-  for (int e = 0; e < op->count; e++)
+  for (int e = 0; e < num_logits(op); e++)
     scratch->choice[e] = (has_scores ? score[e] / sum : router[e]) + (bias ? bias[e] : 0.0f);
   return sum;
 }
@@ -195,11 +198,26 @@ static void list_experts(const Op *op, int32_t token, int32_t *expert) {
   }
 }
 
+/* Make experts of a row's chosen logits, in order of id, with the sums of their weights. */
+static void merge_logits(const Op *op, int chosen, int32_t *expert, float *weight) {
+  int merged = 0;
+  for (int i = 0; i < chosen; i++) {
+    int32_t own = expert[i] / op->routing->logits_per_expert;
+    if (merged && expert[merged - 1] == own) {
+      weight[merged - 1] += weight[i];
+      continue;
+    }
+    expert[merged] = own;
+    weight[merged++] = weight[i];
+  }
+  for (int i = merged; i < chosen; i++) expert[i] = -1;
+}
+
 /* Choose the experts of one row, in order of id, and compute their weights. */
 static void route(const Op *op, const float *router, int32_t token, const ExpertScratch *scratch,
                   int32_t *expert, float *weight) {
   const Routing *routing = op->routing;
-  int count = op->count, top = op->groups, chosen = 0;
+  int count = num_logits(op), top = op->groups, chosen = 0;
   float *score = scratch->score, *choice = scratch->choice, chosen_sum = 0.0f;
   if (routing->jitter >= 0.0f) {
     mix_sparsely(op, router, scratch, expert, weight);
@@ -228,6 +246,7 @@ static void route(const Op *op, const float *router, int32_t token, const Expert
   for (int i = 0; i < chosen && routing->normalise; i++) weight[i] /= chosen_sum + 1e-20f;
   for (int i = 0; i < chosen && routing->scale != 1.0f; i++) weight[i] *= routing->scale;
   for (int i = 0; i < chosen && routing->factors; i++) weight[i] *= routing->factors[expert[i]];
+  if (routing->logits_per_expert > 1) merge_logits(op, chosen, expert, weight);
 }
 
 static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
@@ -235,10 +254,7 @@ static void assign_slots(const Op *op, int n, ExpertScratch *scratch) {
   for (int e = 0; e < op->count; e++) {
     scratch->start[e] = next;
     for (int i = 0; i < slots; i++)
-      if (scratch->expert[i] == e) {
-        scratch->row[next] = i / op->groups;
-        scratch->slot[i] = next++;
-      }
+      if (scratch->expert[i] == e) scratch->slot[i] = next++;
   }
   scratch->start[op->count] = next;
 }
@@ -248,10 +264,11 @@ INLINE int num_matrices(const Op *op) { return op->count - op->routing->num_iden
 
 /* Add to the pass's sums what products with the experts of all slots read. */
 static void count_reads(const Pass *pass, const Op *op, const ExpertScratch *scratch) {
-  int kinds = op->routing->is_plain ? 2 : 3; /* of plain experts, gate and up are one */
+  int is_mlp = op->routing->kind == EXPERT_MLPS, kinds = is_mlp ? 3 : 1;
+  int first = is_mlp && op->routing->is_plain; /* of plain experts, gate and up are one */
   for (int e = 0; e < num_matrices(op); e++) {
     int64_t bytes = 0;
-    for (int kind = 3 - kinds; kind < 3; kind++) {
+    for (int kind = first; kind < kinds; kind++) {
       const Matrix *w = op->experts[kind * num_matrices(op) + e];
       bytes += column_groups(w) * w->group_bytes;
     }
@@ -264,13 +281,13 @@ static void count_reads(const Pass *pass, const Op *op, const ExpertScratch *scr
 
 /* Quantise the inputs of slot `s`, which is of expert `e`, as its matrices store them. */
 static void quantise_slot(const Op *op, const ExpertScratch *scratch, int64_t s, int e) {
-  int64_t blocks = op->width / QUANT_BLOCK;
-  const float *x = scratch->x + s * op->width;
+  int width = op->experts[0]->in_features, blocks = width / QUANT_BLOCK;
+  const float *x = scratch->x + s * width;
   if (e >= num_matrices(op)) return;
-  quantise_inputs(x, op->experts[e]->order, op->width, scratch->quantised + s * blocks);
+  quantise_inputs(x, op->experts[e]->order, width, scratch->quantised + s * blocks);
   if (op->kv_heads) {
     const int32_t *order = op->experts[num_matrices(op) + e]->order;
-    quantise_inputs(x, order, op->width, scratch->quantised_up + s * blocks);
+    quantise_inputs(x, order, width, scratch->quantised_up + s * blocks);
   }
 }
 
@@ -306,15 +323,42 @@ static void add_lora(const Pass *pass, const Op *op, const ExpertScratch *scratc
   lora_row(loras + op->layer + number, x, w->in_features, w->out_features, y);
 }
 
+/* Gather the input of (row, expert) pair i from those of the row, `x`. */
+static void gather_input(const Op *op, const float *x, int i, float *to) {
+  const Routing *routing = op->routing;
+  int width = op->experts[0]->in_features, size = width / routing->num_parts;
+  x += (int64_t)(i / op->groups) * op->width;
+  if (routing->kind != EXPERT_SUMS) memcpy(to, x, (size_t)width * 4);
+  for (int p = 0; routing->kind == EXPERT_SUMS && p < routing->num_parts; p++)
+    memcpy(to + p * size, x + (p * op->groups + i % op->groups) * size, (size_t)size * 4);
+}
+
+/* Put the products of a row's experts side by side, part by part. */
+static void join_products(const Pass *pass, const Op *op, const ExpertScratch *scratch, int row,
+                          float *out) {
+  const Matrix *first = op->experts[0];
+  int size = first->out_features / op->routing->num_parts;
+  for (int e = 0; e < op->groups; e++) {
+    int64_t i = (int64_t)row * op->groups + e, s = scratch->slot[i];
+    float *y = scratch->y + s * first->out_features;
+    add_lora(pass, op, scratch, (int)i, 0, scratch->x + s * first->in_features, y);
+    for (int p = 0; p < op->routing->num_parts; p++)
+      memcpy(out + (p * op->groups + e) * size, y + p * size, (size_t)size * 4);
+  }
+}
+
 static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch, int row,
                     float *out) {
-  int inner = op->experts[0]->out_features;
+  const Matrix *first = op->experts[0];
+  int inner = first->out_features, is_mlp = op->routing->kind == EXPERT_MLPS;
   memset(out, 0, (size_t)op->width_out * 4);
   for (int i = row * op->groups; i < (row + 1) * op->groups && scratch->expert[i] >= 0; i++) {
     float *y = scratch->y + (int64_t)scratch->slot[i] * op->width_out;
     if (scratch->expert[i] >= num_matrices(op))
       y = scratch->x + (int64_t)scratch->slot[i] * op->width;
-    add_lora(pass, op, scratch, i, 2, scratch->gate + (int64_t)scratch->slot[i] * inner, y);
+    const float *from = is_mlp ? scratch->gate + (int64_t)scratch->slot[i] * inner
+                               : scratch->x + (int64_t)scratch->slot[i] * first->in_features;
+    add_lora(pass, op, scratch, i, is_mlp ? 2 : 0, from, y);
     if (op->routing->output_factors) {
       multiply_row(y, op->routing->output_factors, op->width_out, y);
       rms_norm(y, op->width_out, 1, NULL, 0, op->routing->output_eps, y);
@@ -336,8 +380,8 @@ static void mix_row(const Pass *pass, const Op *op, const ExpertScratch *scratch
 static void experts(const Pass *pass, const Op *op, int n, const float *x, const float *router,
                     float *base, float *out, int phase, int part, int parts) {
   ExpertScratch scratch = expert_scratch(op, n, base);
-  int slots = phase == 1 ? scratch.start[op->count] : n * op->groups;
-  int inner = op->experts[0]->out_features;
+  ExpertKind kind = op->routing->kind;
+  int slots = n * op->groups, inner = op->experts[0]->out_features;
   int first = (int)((int64_t)slots * part / parts);
   int last = (int)((int64_t)slots * (part + 1) / parts);
   switch (phase) {
@@ -347,27 +391,28 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
           while (++stop < n && see_the_same(pass, r, stop)) {}
           choose_for_block(op, router, r, stop, &scratch);
         }
-        route(op, router + (int64_t)r * op->count, pass->tokens[r], &scratch,
+        route(op, router + (int64_t)r * num_logits(op), pass->tokens[r], &scratch,
               scratch.expert + r * op->groups, scratch.weight + r * op->groups);
       }
       assign_slots(op, n, &scratch);
       count_reads(pass, op, &scratch);
       break;
     case 1:
-      for (int s = first, e = 0; s < last; s++) {
-        const float *from = x + (int64_t)scratch.row[s] * op->width;
-        memcpy(scratch.x + (int64_t)s * op->width, from, (size_t)op->width * 4);
-        while (scratch.start[e + 1] <= s) e++;
-        if (op->heads) quantise_slot(op, &scratch, s, e);
+      for (int i = first; i < last; i++) {
+        if (scratch.expert[i] < 0) continue;
+        int64_t s = scratch.slot[i];
+        gather_input(op, x, i, scratch.x + s * op->experts[0]->in_features);
+        if (op->heads) quantise_slot(op, &scratch, s, scratch.expert[i]);
       }
       break;
     case 2:
-      expert_products(op, &scratch, 0, scratch.x, scratch.gate, part, parts);
-      if (!op->routing->is_plain)
+      expert_products(op, &scratch, 0, scratch.x, kind == EXPERT_MLPS ? scratch.gate : scratch.y,
+                      part, parts);
+      if (kind == EXPERT_MLPS && !op->routing->is_plain)
         expert_products(op, &scratch, 1, scratch.x, scratch.up, part, parts);
       break;
     case 3:
-      for (int i = first; i < last; i++) {
+      for (int i = first; i < last && kind == EXPERT_MLPS; i++) {
         if (scratch.expert[i] < 0 || scratch.expert[i] >= num_matrices(op)) continue;
         int64_t s = scratch.slot[i];
         const float *from = scratch.x + s * op->width;
@@ -386,10 +431,16 @@ static void experts(const Pass *pass, const Op *op, int n, const float *x, const
         }
       }
       break;
-    case 4: expert_products(op, &scratch, 2, scratch.gate, scratch.y, part, parts); break;
+    case 4:
+      if (kind == EXPERT_MLPS)
+        expert_products(op, &scratch, 2, scratch.gate, scratch.y, part, parts);
+      break;
     default:
-      for (int r = n * part / parts; r < n * (part + 1) / parts; r++)
-        mix_row(pass, op, &scratch, r, out + (int64_t)r * op->width_out);
+      for (int r = n * part / parts; r < n * (part + 1) / parts; r++) {
+        float *to = out + (int64_t)r * op->width_out;
+        if (kind == EXPERT_PRODUCTS) join_products(pass, op, &scratch, r, to);
+        else mix_row(pass, op, &scratch, r, to);
+      }
   }
 }
 

@@ -37,7 +37,7 @@ enum Code {
 /* interface.py: RULES */
 enum Rule {
   RULE_CONV, RULE_SSD, RULE_DELTA, RULE_SELECTIVE, RULE_WKV, RULE_LRU, RULE_KDA, RULE_RETENTION,
-  RULE_POOL, RULE_WKV6
+  RULE_POOL, RULE_WKV6, RULE_GLA, RULE_MLSTM
 };
 enum { MAX_WINDOW = 64 }; /* positions of a convolution */
 enum { MAX_POOL = 512 };  /* positions that an entry reads */
@@ -69,6 +69,9 @@ typedef struct {
   int32_t rank, reserved;
 } Lora;
 
+/* What experts are: MLPs, or one matrix each (interface.py: expert_products, expert_sums). */
+typedef enum { EXPERT_MLPS, EXPERT_PRODUCTS, EXPERT_SUMS } ExpertKind;
+
 /* How experts are chosen and weighted, and the biases of their matrices. */
 typedef struct {
   const float *bias[3];        /* of gate, up and down: [experts, out_features]; NULL: none */
@@ -89,18 +92,27 @@ typedef struct {
   int32_t by_logits;    /* whether experts are chosen by their logits, not by their scores */
   const float *output_factors; /* [width_out], of an expert's output, which is normed; NULL: none */
   float output_eps;
+  int32_t logits_per_expert; /* consecutive ones, whose chosen weights are added */
+  int32_t kind;              /* an ExpertKind */
+  int32_t num_parts;         /* of an expert's numbers in a row of all, with one matrix per expert */
 } Routing;
 
 /* A convolution and a recurrence (interface.py: Recurrence). */
 typedef struct {
   const float *conv; /* [window, width] */
   const float *conv_bias, *decay, *step_bias, *skip; /* conv_bias, skip: NULL: none */
-  const float *key_scale, *key_rate, *bonus, *norm, *norm_bias; /* of RULE_WKV, RULE_WKV6 */
+  const float *key_scale, *key_rate, *bonus; /* of RULE_WKV, RULE_WKV6 */
+  const float *norm, *norm_bias;             /* of the same; NULL: none */
   int32_t rule, width, window, activation, heads, head_dim, groups, state_size, num_gates;
   float min_step, max_step, norm_eps, max_strength;
   float min_exponent; /* of RULE_KDA; 0: none */
   int32_t has_tiled_keys;
 } Recurrence;
+
+/* The rows of a head's state. */
+INLINE int state_rows(const Recurrence *shape) {
+  return shape->head_dim + (shape->rule == RULE_MLSTM ? 2 : 0);
+}
 
 typedef struct {
   int32_t code, barrier; /* barrier: starts a stage, which waits for all earlier ops */

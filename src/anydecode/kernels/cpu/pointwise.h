@@ -112,7 +112,7 @@ static void rope_pairs(const float *x, int heads, int head_dim, const float *tab
 
 enum {
   SILU, GELU_TANH, GELU, CLAMPED_SWIGLU, SIGMOID, IDENTITY, RELU2, RELU, XIELU, SOFTPLUS,
-  CAPPED_SWIGLU, LIMITED_SWIGLU, SITU_GLU, SIGNED_ROOT
+  CAPPED_SWIGLU, LIMITED_SWIGLU, SITU_GLU, SIGNED_ROOT, EXP
 };
 
 /* x * (1 + erf(x / sqrt(2))) / 2, with erf from Abramowitz and Stegun 7.1.26. */
@@ -146,6 +146,7 @@ INLINE f8 f8_activate(f8 x, int activation) {
   if (activation == IDENTITY) return x;
   if (activation == SOFTPLUS) return f8_softplus(x);
   if (activation == SIGNED_ROOT) return f8_signed_root(x);
+  if (activation == EXP) return f8_exp(x);
   if (activation == RELU) return f8_max(x, f8_set(0.0f));
   if (activation == RELU2) {
     f8 positive = f8_max(x, f8_set(0.0f));

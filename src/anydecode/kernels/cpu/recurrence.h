@@ -2,6 +2,7 @@
 #ifndef ANYDECODE_RECURRENCE_H
 #define ANYDECODE_RECURRENCE_H
 
+#include "mlstm.h"
 #include "plan.h"
 #include "pointwise.h"
 #include "shift.h"
@@ -212,7 +213,7 @@ static void prepare(const Pass *pass, const Op *op, int head, const int32_t *slo
 static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, float *out) {
   const Recurrence *shape = op->recurrence;
   int dim = shape->head_dim, size = shape->state_size, lead = pass->scan_lead;
-  int64_t floats = (int64_t)dim * size, total = floats * shape->heads;
+  int64_t floats = (int64_t)state_rows(shape) * size, total = floats * shape->heads;
   int padded = (dim + 7) / 8 * 8;
   float *state = scratch, *kept = pass->states[op->layer] + head * floats;
   float *times = scratch + floats + padded;
@@ -230,7 +231,8 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
       int64_t stride = shape->width + shape->num_gates;
       const float *gates =
           pass->recurrent_inputs[op->layer] + pass->scan_slots[i] * stride + shape->width;
-      int has_conv = shape->rule != RULE_WKV && shape->rule != RULE_WKV6;
+      int has_conv = shape->rule != RULE_WKV && shape->rule != RULE_WKV6 &&
+                     shape->rule != RULE_GLA && shape->rule != RULE_MLSTM;
       if (has_conv) convolve(pass, op, slots, head * dim, dim, step.value);
       int32_t row = pass->scan_rows[i], save = pass->scan_saves[i];
       float *to = row < 0 ? NULL : out + (int64_t)row * shape->heads * dim + head * dim;
@@ -240,6 +242,10 @@ static void scan_head(const Pass *pass, const Op *op, int head, float *scratch, 
         advance_wkv(shape, head, gates, step.key, state, to);
       } else if (shape->rule == RULE_WKV6) {
         advance_wkv6(shape, head, gates, step.key, state, to);
+      } else if (shape->rule == RULE_GLA) {
+        advance_gla(shape, head, gates, step.key, state, to);
+      } else if (shape->rule == RULE_MLSTM) {
+        advance_mlstm(shape, head, gates - shape->width, gates, state, to);
       } else if (shape->rule == RULE_LRU) {
         int is_first = start == -1 && i == pass->scan_first[run] + lead;
         advance_lru(shape, head, step.value, gates, is_first, state, to);

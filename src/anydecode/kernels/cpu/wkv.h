@@ -1,4 +1,5 @@
-/* The steps of the recurrences of RWKV-7 and RWKV-6 (interface.py: Recurrence, "wkv", "wkv6"). */
+/* The steps of the recurrences of RWKV-7 and RWKV-6, and of gated linear attention (interface.py:
+ * Recurrence, "wkv", "wkv6", "gla"). */
 #ifndef ANYDECODE_WKV_H
 #define ANYDECODE_WKV_H
 
@@ -107,7 +108,7 @@ static void advance_wkv(const Recurrence *shape, int head, const float *gates, f
     if (out) out[p] = f8_sum(sum);
   }
   if (!out) return;
-  norm_wkv(shape, head, out);
+  if (shape->norm) norm_wkv(shape, head, out);
   add_bonus(shape, head, step.receptance, step.added, step.value, out);
 }
 
@@ -136,6 +137,35 @@ static void advance_wkv6(const Recurrence *shape, int head, const float *gates, 
   if (!out) return;
   add_bonus(shape, head, receptance, key, value, out);
   norm_wkv(shape, head, out);
+}
+
+/* The same with the rule RULE_GLA; `scratch` has memory for two vectors of state_size. */
+static void advance_gla(const Recurrence *shape, int head, const float *gates, float *scratch,
+                        float *state, float *out) {
+  int size = shape->state_size, group = head / (shape->heads / shape->groups);
+  int64_t all = (int64_t)shape->heads * size;
+  const float *receptance = gates + head * size, *decay = receptance + all;
+  const float *key = gates + 2 * all + group * size, *value = key + (int64_t)shape->groups * size;
+  float *factor = scratch, *added = scratch + (size + 7) / 8 * 8;
+  for (int i = 0; i < size; i += 8) {
+    int left = size - i;
+    f8 rate = f8_min(f8_exp(f8_load_part(decay + i, left)), f8_set(5.0f));
+    f8 kept = f8_exp(f8_sub(f8_set(0.0f), rate));
+    f8_store_part(factor + i, kept, left);
+    f8_store_part(added + i, f8_mul(f8_load_part(key + i, left), f8_sub(f8_set(1.0f), kept)), left);
+  }
+  float scale = 1.0f / sqrtf((float)size);
+  for (int p = 0; p < size; p++, state += size) {
+    f8 sum = f8_set(0.0f), change = f8_set(value[p]);
+    for (int i = 0; i < size; i += 8) {
+      int left = size - i;
+      f8 s = f8_mul(f8_load_part(state + i, left), f8_load_part(factor + i, left));
+      s = f8_fma(change, f8_load_part(added + i, left), s);
+      f8_store_part(state + i, s, left);
+      sum = f8_fma(s, f8_load_part(receptance + i, left), sum);
+    }
+    if (out) out[p] = f8_sum(sum) * scale;
+  }
 }
 
 #endif

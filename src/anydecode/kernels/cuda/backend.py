@@ -8,7 +8,7 @@ and the cache write into one kernel. The fusion depends on the network alone, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -269,6 +269,36 @@ class TritonBackend(ReferenceBackend):
         product_dtype, self.product_dtype = self.product_dtype, torch.float32
         try:
             return super().experts(self.force(x), self.force(router), weights, routing, activation)
+        finally:
+            self.product_dtype = product_dtype
+
+    def expert_products(
+        self, x: Any, router: Any, matrices: Sequence[Weight], routing: Routing, groups: int
+    ) -> torch.Tensor:
+        return self._attention_experts(
+            super().expert_products, x, router, matrices, routing, groups
+        )
+
+    def expert_sums(
+        self, x: Any, router: Any, matrices: Sequence[Weight], routing: Routing, groups: int
+    ) -> torch.Tensor:
+        return self._attention_experts(super().expert_sums, x, router, matrices, routing, groups)
+
+    def _attention_experts(
+        self,
+        compute: Callable[..., torch.Tensor],
+        x: Any,
+        router: Any,
+        matrices: Sequence[Weight],
+        *options: Any,
+    ) -> torch.Tensor:
+        """An operation of the reference, as for `experts`."""
+        self.has_routed = True
+        for weight in matrices:
+            self.packed(weight)
+        product_dtype, self.product_dtype = self.product_dtype, torch.float32
+        try:
+            return compute(self.force(x), self.force(router), matrices, *options)
         finally:
             self.product_dtype = product_dtype
 

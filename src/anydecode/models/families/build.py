@@ -16,7 +16,9 @@ from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Attention, Weight, Xielu
 from anydecode.models.block_residuals import BlockResiduals
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.attention_experts import read_attention_experts
 from anydecode.models.families.config import is_expert_layer, spec_from_config, text_config
+from anydecode.models.families.convolved_attention import read_convolved_attention
 from anydecode.models.families.distance_biases import read_distance_biases
 from anydecode.models.families.experts import read_expert_norms, read_experts
 from anydecode.models.families.family import Family
@@ -30,6 +32,7 @@ from anydecode.models.families.ngrams import (
 from anydecode.models.families.recurrent import multiplier, multipliers
 from anydecode.models.families.relative_positions import read_relative_positions
 from anydecode.models.families.residual_gates import read_residual_gates
+from anydecode.models.families.router_states import read_router_states
 from anydecode.models.families.sambay import read_differential, read_memory_unit
 from anydecode.models.families.shared_blocks import read_shared_block
 from anydecode.models.families.shared_key import (
@@ -37,6 +40,7 @@ from anydecode.models.families.shared_key import (
     read_last_hyper_weights,
     read_shared_key,
 )
+from anydecode.models.families.sum_biases import read_sum_biases
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import (
     Config,
@@ -48,9 +52,11 @@ from anydecode.models.families.values import (
 )
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
+from anydecode.models.key_bias import KeyBias
 from anydecode.models.limits import MAX_LAYERS, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.lora import set_adapter
+from anydecode.models.mlstm import Mlstm
 from anydecode.models.network import (
     ConfidenceHead,
     Experts,
@@ -182,6 +188,10 @@ def _read_weights(checkpoint: Checkpoint, spec: ModelSpec, reader: TensorReader)
             table, "embed_positions", rows=slice(0, spec.max_positions), keep_format=True
         )
     weights = ModelWeights(embedding, layers, norm, head, bias, norm_bias, table)
+    if family.has_sum_biases:
+        inputs = reader.vector("input_hidden_states_bias", spec.hidden_size)
+        weights.input_bias = plain_weight(inputs[None])
+        weights.input_factors = reader.vector("input_hidden_states_scale", spec.hidden_size)
     if spec.has_embedding_norm:
         name = family.names.get("embed_norm", "embed_norm")
         has_weights = family.has_norm_weights and family.has_embedding_norm_weights
@@ -396,10 +406,10 @@ class _LayerReader:
             layer.mlp = self._mlp()
             if self._spec.activation == "xielu":
                 layer.xielu = self._xielu()
-        if isinstance(layer.recurrent, TimeMix):
+        if isinstance(layer.recurrent, TimeMix) and self._spec.mlp == "plain":
             layer.mlp_mix = self._reader.vector(self._full("mlp.mix"), self._hidden)
-        if isinstance(layer.recurrent, DynamicMixWeights):
-            self._read_receptance(layer, layer.recurrent.output.scale)
+            if isinstance(layer.recurrent, DynamicMixWeights):
+                self._read_receptance(layer, layer.recurrent.output.scale)
         if self._per_layer_size:
             layer.per_layer = self._per_layer()
         if self._model.hyper is not None:
@@ -428,6 +438,8 @@ class _LayerReader:
             second = "pre_feedforward_layernorm" if both else "post_attention_layernorm"
             if self._family.shares_norm and self._spec.is_parallel:
                 second = "input_layernorm"
+            if self._spec.experts_read_inputs:  # whose norm has the usual name
+                second = "residual_layernorm"
             if has_mlp:
                 layer.mlp_norm = self._norm(second)
                 layer.mlp_norm_gate = self._norm_gate("mlp", self._spec.mlp_norm_gate)
@@ -439,6 +451,18 @@ class _LayerReader:
             read_residual_gates(self._reader, self._config, self._name, layer, self._hidden)
         else:
             self._read_post_norms(layer)
+        if self._family.residual_factors is not None:
+            layer.attention_residual, layer.mlp_residual = (
+                self._reader.vector(f"{self._name}.{name}", self._hidden)
+                for name in self._family.residual_factors
+            )
+        if self._family.has_sum_biases:
+            read_sum_biases(self._reader, self._name, layer, self._hidden)
+        if self._spec.memory == "routes":
+            shape = self._memory_size, self._hidden
+            layer.router_states = read_router_states(
+                self._reader, self._name, shape, self._model.norm_eps, self._index == 0
+            )
         if self._spec.has_attention_inner_norm:
             assert self._spec.attention is not None, "checked by `ModelSpec`"
             size = self._spec.attention.num_heads * self._spec.attention.value_dim
@@ -469,7 +493,7 @@ class _LayerReader:
         if self._spec.norms_output:
             layer.mlp_post_norm = self._norm("post_feedforward_layernorm")
 
-    def _recurrent(self) -> RecurrentWeights | TimeMix | None:
+    def _recurrent(self) -> RecurrentWeights | TimeMix | Mlstm | None:
         if self._spec.recurrence is None:
             return None
         assert self._family.recurrent is not None, "its spec has a recurrence"
@@ -499,6 +523,10 @@ class _LayerReader:
             self._read_factored_attention(layer, shape)
         elif self._spec.attention_gate is not None:
             self._read_gated_attention(layer, shape)
+        elif self._spec.is_convolved:
+            read_convolved_attention(self._reader, self._config, self._name, layer, shape)
+        elif self._spec.query_routing is not None:
+            read_attention_experts(self._reader, self._config, self._name, layer, shape)
         elif self._spec.cache_layer is not None or not self._spec.has_value:
             self._read_partial_attention(layer, shape)
         else:
@@ -508,6 +536,8 @@ class _LayerReader:
             layer.indexer = read_indexer(
                 self._reader, self._spec.indexer, name, self._hidden, offset
             )
+        if self._spec.has_key_bias:
+            layer.key_bias = self._key_bias(shape)
         if self._spec.is_differential:
             name = self._full("self_attn.difference")
             eps = self._model.norm_eps if self._spec.has_distant_pairs else None
@@ -538,17 +568,28 @@ class _LayerReader:
         elif self._spec.qk_norm not in (None, "plain"):
             per_head = self._spec.qk_norm == "head"
             heads, kv_heads = (1, 1) if per_head else (shape.num_heads, shape.num_kv_heads)
-            layer.query_norm = self._norm("self_attn.q_norm", heads * shape.head_dim)
+            dim = self._spec.query_dim
+            layer.query_norm = self._norm("self_attn.q_norm", heads * dim)
             if self._spec.cache_layer is None:
-                layer.key_norm = self._norm("self_attn.k_norm", kv_heads * shape.head_dim)
+                layer.key_norm = self._norm("self_attn.k_norm", kv_heads * dim)
             order = self._spec.query_order()
             if per_head and order is not None:
-                layer.query_norm = layer.query_norm[order[: shape.head_dim]]
+                layer.query_norm = layer.query_norm[order[:dim]]
                 if layer.key_norm is not None:
-                    layer.key_norm = layer.key_norm[order[: shape.head_dim]]
+                    layer.key_norm = layer.key_norm[order[:dim]]
             if self._reader.has(f"{self._full('self_attn.q_norm')}.bias"):
                 layer.query_norm_bias = self._head_bias("self_attn.q_norm", layer.query_norm)
                 layer.key_norm_bias = self._head_bias("self_attn.k_norm", layer.key_norm)
+
+    def _key_bias(self, shape: Attention) -> KeyBias:
+        name, count = f"{self._name}.self_attn", shape.num_kv_heads
+        steps = self._reader.matrix(
+            f"{name}.dt_proj", (count, count * shape.value_dim), keep_format=True
+        )
+        has_bias = bool_value(self._config, "attention_bias")
+        bias = self._reader.vector(f"{name}.dt_proj.bias", count) if has_bias else None
+        ones = plain_weight(np.ones((1, shape.num_heads), np.float32))
+        return KeyBias(Linear(steps, bias), self._reader.vector(f"{name}.A", count), ones)
 
     def _scale_ranks(self, layer: LayerWeights) -> None:
         """Multiply the norms of latent attention by the factors of queries and latents."""
@@ -711,7 +752,7 @@ class _LayerReader:
         q_size = shape.num_heads * self._spec.query_dim
         sizes = {
             "self_attn.q_proj": q_size,
-            "self_attn.k_proj": shape.num_kv_heads * shape.head_dim,
+            "self_attn.k_proj": shape.num_kv_heads * (shape.head_dim - self._spec.has_key_bias),
             "self_attn.v_proj": shape.num_kv_heads * shape.value_dim,
         }
         bias = bool_value(self._config, "attention_bias")

@@ -221,7 +221,8 @@ def text_config(config: Config) -> dict[str, Any]:
         raise ConfigError(unsupported(f"model type {given!r} ({name})", given, FAMILIES))
     family = FAMILIES[model_type]
     _check_architecture(text, given, family.architectures)
-    if family.moe is None and any(text.get(key) for key in _NUM_EXPERTS):
+    keys = _NUM_EXPERTS if family.experts_key is None else (family.experts_key,)
+    if family.moe is None and any(text.get(key) for key in keys):
         raise ConfigError(f"a mixture of experts of model type {given!r} is not supported")
     text["model_type"] = model_type
     for key, targets in family.keys.items():
@@ -295,7 +296,6 @@ def spec_from_config(
         scales = Scales(_rounded_root(config, int_value(config, "hidden_size"), dtype))
     per_layer_size = int_value(config, "hidden_size_per_layer_input", 0, low=0, high=MAX_COUNT)
     layers = tuple(_layers(config, family, limit, scales.attention))
-    makers = [layer.recurrence for layer in layers if layer.memory == "makes"]
     return ModelSpec(
         architecture=_architecture(config) or config["model_type"],
         vocab_size=int_value(config, "vocab_size", high=MAX_TOKENS),
@@ -303,6 +303,7 @@ def spec_from_config(
         max_positions=limit,
         norm_eps=_norm_eps(config, family),
         post_norm_eps=optional_number(config, "post_norm_eps"),
+        final_norm_eps=optional_number(config, "final_norm_eps"),
         layers=layers,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
@@ -335,13 +336,20 @@ def spec_from_config(
         residual_block=_residual_block(config, family),
         stream_gate_rank=int_value(config, "hc_lowrank") if family.has_stream_gates else 0,
         active_stream=int_value(config, "altup_active_idx", 0, low=0) if family.has_streams else 0,
-        memory_size=int_value(config, "hidden_size")
-        if any(layer.memory in ("side", "embeddings", "shortcut", "swaps") for layer in layers)
-        else sum(maker.shape.width_out for maker in makers if maker is not None),
+        memory_size=_memory_size(config, layers),
         per_layer_size=per_layer_size,
         per_layer_scale=_rounded_root(config, per_layer_size, dtype) if per_layer_size else 1.0,
         block=_parallel_drafts(config),
     )
+
+
+def _memory_size(config: Config, layers: tuple[LayerSpec, ...]) -> int:
+    if any(layer.memory in ("side", "embeddings", "shortcut", "swaps") for layer in layers):
+        return int_value(config, "hidden_size")
+    if any(layer.memory == "routes" for layer in layers):
+        return int_value(config, "router_hidden_size")
+    makers = [layer.recurrence for layer in layers if layer.memory == "makes"]
+    return sum(maker.shape.width_out for maker in makers if maker is not None)
 
 
 def _head_activation(config: Config, family: Family) -> str | None:
@@ -535,6 +543,15 @@ def _routing(config: Config, moe: MixtureOfExperts) -> Routing:
         num_identity=identity_experts(config, moe),
         output_eps=optional_number(config, "post_norm_eps") if moe.norms_outputs else None,
     )
+
+
+def _adjugate(config: Config, moe: MixtureOfExperts) -> Routing | None:
+    """The routing of the further experts of groups."""
+    if moe.group_size is None:
+        return None
+    size = int_value(config, moe.group_size, high=MAX_EXPERTS)
+    routing, scale = _routing(config, moe), number("group_scale", config.get("group_scale"))
+    return replace(routing, scale=routing.scale * scale, logits_per_expert=size)
 
 
 def _jitter(config: Config) -> float:
@@ -770,6 +787,8 @@ def _layers(
             indexer, attention = _indexed(config, family, layer, attention)
         if family.is_differential:
             attention = _paired(attention)
+        if family.has_key_bias:
+            attention = replace(attention, head_dim=dim + 1, value_size=dim)
         if has_rope[layer] and not dim:
             raise refusal("qk_rope_head_dim", dim, "more than 0 with rotary embeddings")
         rope = rope_of(own, kind, dim) if dim else None
@@ -802,6 +821,8 @@ def _layers(
                 num_experts=_all_experts(config, family) if is_moe else 0,
                 routing=_routing(config, family.moe) if is_moe and family.moe else None,
                 routes_inputs=is_moe and family.moe is not None and family.moe.routes_inputs,
+                experts_read_inputs=is_moe and family.moe is not None and family.moe.reads_inputs,
+                adjugate=_adjugate(config, family.moe) if is_moe and family.moe else None,
                 has_sinks=family.has_sinks and bool_value(own, "has_sinks", True),
                 query_rope=query_ropes[rope] if has_rope[layer] else temperature,
                 norm_after_rope=family.norm_after_rope,
@@ -836,7 +857,14 @@ def _layers(
                 has_relative_positions=family.has_relative_positions,
                 memory="side" if is_side else _attention_memory(config, family, layer),
                 has_query_scale=family.has_query_scale,
-                has_residual_gates=family.has_residual_gates,
+                query_routing=Routing(int_value(config, "num_experts_per_tok"), by_logits=True)
+                if family.has_attention_experts
+                else None,
+                has_residual_gates=family.has_residual_gates
+                or family.residual_factors is not None
+                or family.has_sum_biases,
+                has_key_bias=family.has_key_bias,
+                is_convolved=family.is_convolved,
                 has_head_norm=family.has_head_norm,
                 ends_loop=has_loop_norms and (layer + 1) % loop_size == 0 and layer + 1 < count,
             )
@@ -871,6 +899,8 @@ def _attention_memory(config: Config, family: Family, layer: int) -> str | None:
         return None if place else kind
     if family.has_shared_blocks:
         return "embeddings"
+    if family.moe is not None and family.moe.has_router_states:
+        return "routes"
     return ("shortcut", "adds")[layer % 2] if family.has_shortcuts else None
 
 

@@ -59,6 +59,8 @@ def read_experts(
     assert family.moe is not None, "checked by `is_expert_layer`"
     if family.moe.is_blocks:
         return read_blocks(reader, config, layer, shape)
+    if family.moe.has_router_states:
+        return _experts_of_states(reader, config, family.moe, layer, shape)
     router = reader.first(f"{layer}.{name}" for name in _ROUTERS)
     # A router is small, and quantising it would change which experts are selected.
     weight = reader.matrix(router, shape, keep_format=True)
@@ -89,10 +91,15 @@ def read_experts(
     if factor is not None:
         experts.router.scale = factor
     experts.router_softcap = optional_number(config, "router_logit_softcapping")
-    if reader.has(f"{block}.experts.bias"):
-        sums = reader.vector(f"{block}.experts.bias", shape[1])
-        experts.bias = plain_weight(sums[None])
+    bias_name = next(filter(reader.has, (f"{block}.experts.bias", f"{block}.bias")), None)
+    if bias_name is not None:
+        experts.bias = plain_weight(reader.vector(bias_name, shape[1])[None])
     size, hidden = shared_size(config, family.moe), shape[1]
+    if family.moe.reads_inputs:
+        norm = reader.vector(f"{layer}.post_attention_layernorm.weight", shape[1])
+        experts.input_norm = RmsNorm(norm, _norm_eps(config))
+    if family.moe.group_size is not None:
+        experts.adjugate = _read_adjugate(reader, config, family.moe, block, shape)
     if config.get("moe_latent_size") is not None:
         has_bias = bool_value(config, "mlp_bias")
         down, up = (  # of Nemotron-H, of Muse Spark, and of Kimi K3
@@ -136,6 +143,30 @@ def _norm_eps(config: Config) -> float:
     return number("rms_norm_eps", config.get("rms_norm_eps"), 0.0, 1.0)
 
 
+def _experts_of_states(
+    reader: TensorReader, config: Config, moe: MixtureOfExperts, layer: str, shape: tuple[int, int]
+) -> Experts:
+    """The experts of a layer and the last matrix of their router (ZAYA1). The output of the last
+    expert, which has no matrices, is zero."""
+    count, inner = shape[0] - 1, int_value(config, moe.inner_size)
+    routed = _ExpertReader(reader, moe, f"{layer}.mlp", count, 0, shape[1], inner).read()
+    routed.selection_bias = reader.vector(f"{layer}.mlp.gate.balancing_biases", shape[0])
+    routed.factors = np.append(np.ones(count, np.float32), np.float32(0))
+    router, size = f"{layer}.mlp.gate.router_mlp.out_proj", int_value(config, "router_hidden_size")
+    return Experts(Linear(reader.matrix(router, (shape[0], size), keep_format=True)), routed)
+
+
+def _read_adjugate(
+    reader: TensorReader, config: Config, moe: MixtureOfExperts, block: str, shape: tuple[int, int]
+) -> ExpertWeights:
+    """The further experts of the groups of a layer."""
+    assert moe.group_size is not None
+    count, inner = shape[0] // int_value(config, moe.group_size), "group_expert_size"
+    name = f"{block}.chunk_experts"
+    sizes = count, 0, shape[1], int_value(config, inner)
+    return _ExpertReader(reader, moe, block, *sizes, name=name).read()
+
+
 def _token_experts(reader: TensorReader, config: Config, router: str, count: int) -> np.ndarray:
     """The experts of each token (DeepSeek-V4)."""
     shape = int_value(config, "vocab_size"), int_value(config, "num_experts_per_tok")
@@ -176,10 +207,11 @@ def _read_shared(reader: TensorReader, layer: str, name: str, shape: tuple[int, 
                 for part, rows in (("gate", slice(0, size)), ("up", slice(size, 2 * size)))
             )
             return GatedMlp(gate, up, reader.linear(last, (hidden, size), False))
+    modules = [reader.first(f"{name}.{one}" for one in names) for names in _NAMES.values()]
     return GatedMlp(
-        reader.linear(f"{name}.gate_proj", shape, False),
-        reader.linear(f"{name}.up_proj", shape, False),
-        reader.linear(f"{name}.down_proj", (hidden, size), False),
+        reader.linear(modules[0], shape, False),
+        reader.linear(modules[1], shape, False),
+        reader.linear(modules[2], (hidden, size), False),
     )
 
 
@@ -205,9 +237,10 @@ class _ExpertReader:
         num_identity: int,
         hidden: int,
         inner: int,
+        name: str | None = None,
     ) -> None:
         self._reader, self._moe, self._num_identity = reader, moe, num_identity
-        self._name, self._block = f"{block}.experts", block
+        self._name, self._block = name or f"{block}.experts", block
         self._stacked = f"{self._name}.gate_up_proj", f"{self._name}.down_proj"
         names = ("input_linear", "output_linear"), ("experts.fc1", "experts.fc2")  # Granite, Aria
         for first, second in names:

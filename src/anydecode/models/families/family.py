@@ -37,6 +37,12 @@ class MixtureOfExperts:
         scales_inputs: See `Routing.scales_inputs`.
         by_logits: See `Routing.by_logits`.
         routes_inputs: See `LayerSpec.routes_inputs`.
+        reads_inputs: See `LayerSpec.experts_read_inputs`.
+        has_router_states: Whether routers are small networks and read the states of those before
+            them (`RouterStates`); the config's `router_hidden_size` has their numbers.
+        group_size: The config's key for the number of experts of a group with a further expert, see
+            `LayerSpec.adjugate`. Its inner size is `group_expert_size`, and `group_scale` the
+            factor of its weight. None: there are none.
         is_per_block: Whether the rows of a block choose from `expert_capacity` experts, see
             `Routing.block_experts`.
         is_blocks: Whether the experts are the blocks of a plain MLP (BlockFFN).
@@ -65,6 +71,9 @@ class MixtureOfExperts:
     scales_inputs: bool = False
     by_logits: bool = False
     routes_inputs: bool = False
+    reads_inputs: bool = False
+    group_size: str | None = None
+    has_router_states: bool = False
     is_per_block: bool = False
     is_blocks: bool = False
     norms_outputs: bool = False
@@ -259,6 +268,16 @@ class Family:
         has_distance_biases: Whether scores have learned biases by distance, see
             `LayerSpec.bias_reach`.
         has_relative_positions: See `LayerSpec.has_relative_positions`.
+        has_attention_experts: Whether queries and outputs of attention are those of experts, see
+            `LayerSpec.query_routing`.
+        has_key_bias: See `LayerSpec.has_key_bias`.
+        is_convolved: See `LayerSpec.is_convolved`.
+        has_sum_biases: Whether the inputs and outputs of sublayers, and the embeddings, have biases
+            and factors (ZAYA1).
+        residual_factors: The names of the factors of both sublayers' inputs in their sums, see
+            `LayerSpec.has_residual_gates`; None: there are none, or those of Muse Spark.
+        experts_key: The config's key that says whether there are experts, in a family that does not
+            support them; None: their number says so.
         has_query_scale: See `LayerSpec.has_query_scale`; its indexers have queries of their own.
         has_learned_rope: Whether a tensor of the checkpoint has the logarithms of factors of the
             rotary frequencies.
@@ -349,6 +368,12 @@ class Family:
     is_differential: bool = False
     has_distant_pairs: bool = False
     has_query_growth: bool = False
+    has_attention_experts: bool = False
+    has_key_bias: bool = False
+    is_convolved: bool = False
+    has_sum_biases: bool = False
+    residual_factors: tuple[str, str] | None = None
+    experts_key: str | None = None
     has_query_scale: bool = False
     has_learned_rope: bool = False
     has_residual_gates: bool = False

@@ -23,6 +23,7 @@ from anydecode.models.families.values import (
 from anydecode.models.families.weights import TensorReader, attention_name
 from anydecode.models.limits import MAX_COUNT, MAX_FACTOR, number, refusal
 from anydecode.models.linear import Linear
+from anydecode.models.mlstm import Mlstm
 from anydecode.models.network import RecurrentWeights
 from anydecode.models.spec import RecurrentSpec
 from anydecode.models.time_mix import TimeMix
@@ -44,7 +45,9 @@ class RecurrentLayout:
     """
 
     spec: Callable[[Config], RecurrentSpec]
-    read: Callable[[TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMix]
+    read: Callable[
+        [TensorReader, Config, str, RecurrentSpec, int], RecurrentWeights | TimeMix | Mlstm
+    ]
 
 
 def depthwise(

@@ -85,9 +85,10 @@ def rwkv7_layers(config: Config) -> list[str]:
 def _spec(config: Config) -> RecurrentSpec:
     hidden, dim = int_value(config, "hidden_size"), _head_dim(config)
     eps = number("norm_eps", value_or(config, "layer_norm_eps", 1e-5), 0.0, 1.0) * dim
+    mixes_mlp = not bool_value(config, "has_gated_mlp")
     shape = Recurrence(
         "wkv",
-        width=2 * hidden,
+        width=(1 + mixes_mlp) * hidden,
         window=1,
         num_heads=hidden // dim,
         head_dim=dim,
@@ -120,29 +121,32 @@ def _read(
         key_scale=reader.vector(f"{name}.k_k", hidden),
         key_rate=reader.vector(f"{name}.k_a", hidden),
         bonus=reader.tensor(f"{name}.r_k", heads).ravel(),
-        norm=reader.vector(f"{name}.g_norm.weight", hidden),
-        norm_bias=reader.vector(f"{name}.g_norm.bias", hidden),
     )
+    if bool_value(config, "has_head_norms", True):
+        vectors.norm, vectors.norm_bias = (
+            reader.vector(f"{name}.g_norm.{part}", hidden) for part in ("weight", "bias")
+        )
+    has_gate = bool_value(config, "has_gate", True)
     return TimeMixWeights(
-        _mixes(reader, name, hidden),
+        _mixes(reader, name, hidden, _MIXES if has_gate else _MIXES[:-1]),
         square("r_proj"),
         square("k_proj"),
         square("v_proj"),
         square("o_proj"),
         product("decay"),
         product("rate"),
-        product("gate"),
+        product("gate") if has_gate else None,
         vectors,
         None if layer == "layers.0" else product("value_mix"),
     )
 
 
-def _mixes(reader: TensorReader, name: str, hidden: int) -> np.ndarray:
+def _mixes(reader: TensorReader, name: str, hidden: int, mixes: str) -> np.ndarray:
     """The shares of the position before; the first checkpoints have them in one tensor."""
     if reader.has(f"{name}.x_x"):
-        return reader.tensor(f"{name}.x_x", (len(_MIXES), hidden))
-    parts = [reader.tensor(f"{name}.x_{part}", (1, 1, hidden)) for part in _MIXES]
-    return np.concatenate(parts).reshape(len(_MIXES), hidden)
+        return reader.tensor(f"{name}.x_x", (len(mixes), hidden))
+    parts = [reader.tensor(f"{name}.x_{part}", (1, 1, hidden)) for part in mixes]
+    return np.concatenate(parts).reshape(len(mixes), hidden)
 
 
 #: RWKV-7: time mixing.

@@ -25,7 +25,7 @@ from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE as EAGLE3
 from anydecode.models.loading.gguf_eagle3 import load_eagle3
 from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_network, pooling_of
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
-from anydecode.models.loading.gguf_keys import Keys
+from anydecode.models.loading.gguf_keys import TIME_MIXING, Keys
 from anydecode.models.loading.gguf_names import (
     CONTEXT_SCALE,
     EXPERTS,
@@ -36,6 +36,7 @@ from anydecode.models.loading.gguf_names import (
     INTERLEAVED,
     LAYER,
     NEXTN,
+    OF_GROUPS,
     ONE_ADDED,
     OUTER,
     OUTER_VECTORS,
@@ -160,7 +161,10 @@ def _convert(
             return []
         if part in FACTORS.get(architecture, ()):
             return []
-        experts = _experts(file, info, architecture, part, prefix, count)
+        stack = part
+        if part.endswith(f"{OF_GROUPS}exps") and "experts_per_group" in config:
+            stack, count = f"{part[:-4]}_exps", count // config["experts_per_group"]
+        experts = _experts(file, info, architecture, stack, prefix, count)
         if experts:
             return experts
         if part in HEADS.get(architecture, {}):
@@ -225,7 +229,7 @@ def _vector(
     """A tensor of a layer under its whole name, in the shape of Hugging Face's layout; one that
     does not fit it keeps its own."""
     reader: Reader = partial(_read, file, info, prefix + name)
-    shapes = time_mix_vectors(config) if config["model_type"] in ("rwkv6", "rwkv7") else {}
+    shapes = time_mix_vectors(config) if config["model_type"] in TIME_MIXING else {}
     is_flat = name in FLAT and config["model_type"] != "jamba"  # whose decay is a matrix
     shape = (math.prod(info.shape),) if is_flat else shapes.get(name, info.shape)
     if math.prod(shape) != math.prod(info.shape):

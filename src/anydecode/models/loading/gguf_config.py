@@ -58,6 +58,7 @@ from anydecode.models.loading.gguf_encoder import (
 )
 from anydecode.models.loading.gguf_experts import (
     afmoe,
+    arctic,
     bailing_hybrid,
     bailing_moe,
     cohere2_moe,
@@ -73,6 +74,7 @@ from anydecode.models.loading.gguf_experts import (
     glm5_next,
     gpt_oss,
     grok,
+    grove_moe,
     hunyuan_moe,
     hy_v3,
     hy_v4,
@@ -105,8 +107,9 @@ from anydecode.models.loading.gguf_gemma import (
     gemma3n,
     gemma4,
 )
-from anydecode.models.loading.gguf_keys import ARCHITECTURES, Keys
+from anydecode.models.loading.gguf_keys import ARCHITECTURES, TIME_MIXING, Keys
 from anydecode.models.loading.gguf_recurrent import (
+    arwkv7,
     falcon_h1,
     gated_delta,
     granite_hybrid,
@@ -121,6 +124,7 @@ from anydecode.models.loading.gguf_recurrent import (
     plamo2,
     qwen4_exp,
     rwkv6,
+    rwkv6_qwen2,
     rwkv7,
 )
 from anydecode.models.loading.gguf_rope import partial_rotary, rope_scaling
@@ -192,6 +196,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "spark2_5": spark,
         "maple": maple,
         "gpt-oss": gpt_oss,
+        "arctic": arctic,
+        "grovemoe": grove_moe,
         "qwen2moe": qwen2_moe,
         "olmoe": olmoe,
         "bailingmoe": experts_beside_shared,
@@ -244,7 +250,9 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "rnd1": rnd1,
         "diffusion-gemma": diffusion_gemma,
         "rwkv6": rwkv6,
+        "rwkv6qwen2": rwkv6_qwen2,
         "rwkv7": rwkv7,
+        "arwkv7": arwkv7,
         "jamba": jamba,
         "plamo2": plamo2,
         "plamo3": plamo3,
@@ -274,7 +282,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     file = keys.file
     model_type, architecture = ARCHITECTURES[keys.architecture]
     # Mamba has no attention and no MLP, RWKV no attention.
-    low = 0 if keys.architecture in ("mamba", "mamba2", "rwkv6", "rwkv7") else 1
+    low = 0 if keys.architecture in ("mamba", "mamba2", *TIME_MIXING) else 1
     is_deci, hidden = keys.architecture == "deci", keys.count("embedding_length")
     has_headless = is_deci or keys.architecture == "plamo2"
     if keys.architecture in _VARIED_HEADS:

@@ -670,6 +670,21 @@ def qwen3_moe(keys: Keys, config: dict[str, Any]) -> None:
     config["mlp_only_layers"] = []
 
 
+def grove_moe(keys: Keys, config: dict[str, Any]) -> None:
+    """GroveMoE."""
+    qwen3_moe(keys, config)
+    config["experts_per_group"] = keys.count("experts_per_group", high=MAX_EXPERTS)
+    name = "expert_chunk_feed_forward_length"
+    config["group_expert_size"] = keys.count(name, config["head_dim"])
+    config["group_scale"] = keys.number("expert_group_scale")
+
+
+def arctic(keys: Keys, config: dict[str, Any]) -> None:
+    """Arctic, whose files have experts in every layer."""
+    experts(keys, config)
+    config["decoder_sparse_step"] = 1
+
+
 def ernie_moe(keys: Keys, config: dict[str, Any]) -> None:
     """ERNIE 4.5 with experts."""
     experts(keys, config)

@@ -121,6 +121,10 @@ ARCHITECTURES = {
     "rnd1": ("rnd1", "RND1LM"),
     "diffusion-gemma": ("diffusion_gemma_text", "DiffusionGemmaForBlockDiffusion"),
     "rwkv6": ("rwkv6", "Rwkv6ForCausalLM"),
+    "arctic": ("arctic", "ArcticForCausalLM"),
+    "grovemoe": ("grovemoe", "GroveMoeForCausalLM"),
+    "rwkv6qwen2": ("rwkv6qwen2", "RWKV6Qwen2ForCausalLM"),
+    "arwkv7": ("arwkv7", "RwkvHybridForCausalLM"),
     "rwkv7": ("rwkv7", "RWKV7ForCausalLM"),
     "plamo2": ("plamo2", "Plamo2ForCausalLM"),
     "plamo3": ("plamo3", "Plamo3ForCausalLM"),
@@ -146,6 +150,8 @@ ARCHITECTURES = {
     "modern-bert": ("modernbert", "ModernBertModel"),
     "gemma-embedding": ("embedding_gemma", "Gemma3TextModel"),
 }
+#: Architectures, and model types, whose layers mix each row with the one before.
+TIME_MIXING = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 #: Architectures of drafters, which are no models by themselves.
 DRAFTERS = ("eagle3", "dflash")
 

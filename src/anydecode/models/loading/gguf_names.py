@@ -187,6 +187,21 @@ _HYPER = {
     for kind in ("fn", "base", "scale")
 }
 _QWEN_EXPERTS = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+#: RWKV-6.
+_DYNAMIC_MIX = {
+    f"time_mix_{part}": f"attention.{part}"
+    for part in ("receptance", "key", "value", "gate", "output")
+}
+#: RWKV-7.
+_TIME_MIX = {
+    "time_mix_receptance": "attn.r_proj",
+    "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj",
+    "time_mix_output": "attn.o_proj",
+    "time_mix_ln": "attn.g_norm",
+    **{f"time_mix_{x}1": f"attn.{x}_lora.lora.0" for x in "wavg"},
+    **{f"time_mix_{x}2": f"attn.{x}_lora.lora.2" for x in "wavg"},
+}
 OVERRIDES = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
@@ -245,8 +260,16 @@ OVERRIDES = {
             "ssm_conv1d": "mamba.conv1d",
         },
     ),
-    **dict.fromkeys(("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1"), {"ffn_gate_inp": "mlp.gate"}),
+    **dict.fromkeys(
+        ("qwen3moe", "qwen3vlmoe", "llada-moe", "rnd1", "grovemoe"), {"ffn_gate_inp": "mlp.gate"}
+    ),
     "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "arctic": {
+        "ffn_norm": "residual_layernorm",
+        "ffn_norm_exps": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+        **{f"ffn_{part}": f"mlp.residual_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    },
     "gpt-oss": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.router",
@@ -281,28 +304,21 @@ OVERRIDES = {
     "lfm2": _SHORT_CONV,
     "lfm2moe": {**_SHORT_CONV, "ffn_gate_inp": "mlp.gate"},
     "rwkv6": {
+        **_DYNAMIC_MIX,
         "attn_norm_2": "post_attention_layernorm",
-        **{
-            f"time_mix_{part}": f"attention.{part}"
-            for part in ("receptance", "key", "value", "gate", "output")
-        },
         "time_mix_ln": "attention.ln_x",
         "channel_mix_key": "mlp.up_proj",
         "channel_mix_value": "mlp.down_proj",
         "channel_mix_receptance": "mlp.receptance",
     },
+    "rwkv6qwen2": _DYNAMIC_MIX,
     "rwkv7": {
+        **_TIME_MIX,
         "attn_norm_2": "post_attention_layernorm",
-        "time_mix_receptance": "attn.r_proj",
-        "time_mix_key": "attn.k_proj",
-        "time_mix_value": "attn.v_proj",
-        "time_mix_output": "attn.o_proj",
-        "time_mix_ln": "attn.g_norm",
-        **{f"time_mix_{x}1": f"attn.{x}_lora.lora.0" for x in "wavg"},
-        **{f"time_mix_{x}2": f"attn.{x}_lora.lora.2" for x in "wavg"},
         "channel_mix_key": "mlp.up_proj",
         "channel_mix_value": "mlp.down_proj",
     },
+    "arwkv7": _TIME_MIX,
     "mamba": {
         "ssm_in": "mixer.in_proj",
         "ssm_conv1d": "mixer.conv1d",
@@ -460,11 +476,17 @@ EXPERTS = {
                 "bailingmoe3",
                 "glm5-next",
             ),
-            *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple"),
+            *("laguna", "step35", "cohere2moe", "minimax-m3", "smallthinker", "maple", "arctic"),
         ),
         _MLP_EXPERTS,
     ),
+    "grovemoe": {
+        **_MLP_EXPERTS,
+        **{f"ffn_{x}_ch": f"mlp.chunk_experts.{{}}.{x}_proj" for x in ("gate", "up", "down")},
+    },
 }
+#: The experts of groups, in `EXPERTS`, have this at their ends.
+OF_GROUPS = "_ch"
 #: Stacks of matrices, one for each head, of latent attention.
 HEADS = dict.fromkeys(
     (*_DEEPSEEK, "hy_v4", "kimi-linear", "kimi-k3", "bailingmoe3", "glm5-next"),
@@ -478,6 +500,20 @@ VECTORS = {
 _MAMBA_2_VECTORS = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 _GATED_DELTA_VECTORS = {"ssm_a": "linear_attn.A", "ssm_dt.bias": "linear_attn.dt_bias"}
 _KIMI_VECTORS = {"ssm_a": "self_attn.A", "ssm_dt.bias": "self_attn.dt_bias"}
+_DYNAMIC_MIX_VECTORS = {
+    "time_mix_decay.weight": "attention.time_decay",
+    **{f"time_mix_decay_w{i}.weight": f"attention.time_decay_w{i}" for i in (1, 2)},
+    **{f"time_mix_w{i}.weight": f"attention.time_maa_w{i}" for i in (1, 2)},
+    **{f"time_mix_lerp_{x}.weight": f"attention.time_maa_{x}" for x in "xwkvrg"},
+    "time_mix_lerp_fused.weight": "attention.time_maa",
+}
+_TIME_MIX_VECTORS = {
+    "time_mix_lerp_fused.weight": "attn.x_x",
+    "time_mix_k_k.weight": "attn.k_k",
+    "time_mix_k_a.weight": "attn.k_a",
+    "time_mix_r_k.weight": "attn.r_k",
+    **{f"time_mix_{x}0.weight": f"attn.{x}_lora.lora.2.bias" for x in "wav"},
+}
 #: Vectors of one architecture that have the names of factors of a weight elsewhere, or no suffix.
 OWN_VECTORS = {
     "gemma3n": {"altup_correct_scale.weight": "altup.correct_output_scale"},
@@ -501,22 +537,13 @@ OWN_VECTORS = {
         },
     ),
     "rwkv6": {
-        "time_mix_lerp_fused.weight": "attention.time_maa",
-        **{f"time_mix_lerp_{x}.weight": f"attention.time_maa_{x}" for x in "xwkvrg"},
-        **{f"time_mix_w{i}.weight": f"attention.time_maa_w{i}" for i in (1, 2)},
-        **{f"time_mix_decay_w{i}.weight": f"attention.time_decay_w{i}" for i in (1, 2)},
-        "time_mix_decay.weight": "attention.time_decay",
+        **_DYNAMIC_MIX_VECTORS,
         "time_mix_first.weight": "attention.time_faaaa",
         **{f"channel_mix_lerp_{x}.weight": f"feed_forward.time_maa_{x}" for x in "kr"},
     },
-    "rwkv7": {
-        "time_mix_lerp_fused.weight": "attn.x_x",
-        "time_mix_k_k.weight": "attn.k_k",
-        "time_mix_k_a.weight": "attn.k_a",
-        "time_mix_r_k.weight": "attn.r_k",
-        **{f"time_mix_{x}0.weight": f"attn.{x}_lora.lora.2.bias" for x in "wav"},
-        "channel_mix_lerp_k.weight": "ffn.x_k",
-    },
+    "rwkv6qwen2": _DYNAMIC_MIX_VECTORS,
+    "rwkv7": {**_TIME_MIX_VECTORS, "channel_mix_lerp_k.weight": "ffn.x_k"},
+    "arwkv7": _TIME_MIX_VECTORS,
     **dict.fromkeys(("granitehybrid", "nemotron_h", "nemotron_h_moe", "mamba2"), _MAMBA_2_VECTORS),
     "falcon-h1": {**_MAMBA_2_VECTORS, "ffn_norm": "pre_ff_layernorm.weight"},
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "qwen4exp"), _GATED_DELTA_VECTORS),
@@ -545,7 +572,7 @@ FLAT = (
     "mlp.gate.e_score_correction_bias",  # of ERNIE
 )
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
-UNUSED_IN_FIRST = {"rwkv7": ("time_mix_v0", "time_mix_v1", "time_mix_v2")}
+UNUSED_IN_FIRST = dict.fromkeys(("rwkv7", "arwkv7"), ("time_mix_v0", "time_mix_v1", "time_mix_v2"))
 #: Architectures whose layers that predict further tokens are left out.
 WITHOUT_NEXTN = (
     *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
@@ -562,7 +589,7 @@ IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 INTERLEAVED = (
     *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "mistral3"),
     *("llada", "olmo", "arcee", "internlm2", "bailingmoe", "llama-embed", "deci"),
-    *("granite_swa", "baichuan", "xverse", "deepseek", "muse-glimmer", "nanbeige"),
+    *("granite_swa", "baichuan", "xverse", "deepseek", "muse-glimmer", "nanbeige", "arctic"),
 )
 #: Architectures whose norms are stored with 1 added, but for those of recurrences.
 ONE_ADDED = (

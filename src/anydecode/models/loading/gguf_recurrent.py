@@ -43,13 +43,34 @@ def rwkv6(keys: Keys, config: dict[str, Any]) -> None:
     config["decay_rank"] = keys.count("time_decay_extra_dim")
 
 
+def rwkv6_qwen2(keys: Keys, config: dict[str, Any]) -> None:
+    """RWKV-6 in Qwen2, whose files may lack the number of key heads where all heads have keys."""
+    config["head_dim"] = keys.count("wkv.head_size")
+    heads = config["hidden_size"] // config["head_dim"]
+    config["num_key_value_heads"] = keys.count("attention.head_count_kv", 0, low=0) or heads
+    config["mix_rank"] = keys.count("time_mix_extra_dim")
+    config["decay_rank"] = keys.count("time_decay_extra_dim")
+
+
 def rwkv7(keys: Keys, config: dict[str, Any]) -> None:
     """RWKV-7 with channel mixing."""
     if keys.count("token_shift_count", 2) != 2:
         raise CheckpointError(f"{keys.file.path}: RWKV-7 without channel mixing is not supported")
+    config["hidden_act"] = "sqrelu"
+    _time_mix(keys, config)
+
+
+def arwkv7(keys: Keys, config: dict[str, Any]) -> None:
+    """ARWKV: whether there are gates and norms of heads is what the file has tensors for."""
+    _time_mix(keys, config)
+    config["has_gate"] = _has(keys, "time_mix_g1.weight")
+    config["has_head_norms"] = _has(keys, "time_mix_ln.weight")
+
+
+def _time_mix(keys: Keys, config: dict[str, Any]) -> None:
+    """The time mixing of RWKV-7."""
     config["head_dim"] = keys.count("wkv.head_size")
     config["intermediate_size"] = keys.count("feed_forward_length")
-    config["hidden_act"] = "sqrelu"
     config["group_norm_eps"] = _RWKV_NORM_EPS
     for key, name in (
         ("decay_lora_rank", "decay_low_rank_dim"),
@@ -57,7 +78,8 @@ def rwkv7(keys: Keys, config: dict[str, Any]) -> None:
         ("value_residual_mix_lora_rank", "v_low_rank_dim"),
         ("gate_lora_rank", "gate_low_rank_dim"),
     ):
-        config[name] = keys.count(f"attention.{key}")
+        is_optional = "gate" in key and keys.architecture == "arwkv7"
+        config[name] = keys.count(f"attention.{key}", low=0 if is_optional else 1)
 
 
 def mamba(keys: Keys, config: dict[str, Any]) -> None:

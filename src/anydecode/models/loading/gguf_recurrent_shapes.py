@@ -21,7 +21,7 @@ def has_recurrence(config: Config, kind: str) -> bool:
 
 def recurrent_shapes(config: Config, layer: int) -> Iterator[Expected]:
     """The tensors of a layer's recurrent sublayer."""
-    if config["model_type"] == "rwkv6":
+    if "mix_rank" in config:
         yield from _dynamic_mix(config)
     elif "decay_low_rank_dim" in config:
         yield from _time_mix(config, layer)
@@ -55,28 +55,39 @@ def _lightning(config: Config) -> Iterator[Expected]:
 def time_mix_vectors(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the vectors of RWKV, but for those of its norms."""
     hidden, dim = config["hidden_size"], config["head_dim"]
-    if config["model_type"] == "rwkv6":
+    if "mix_rank" in config:
         parts = [f"attention.time_{part}" for part in ("decay", *(f"maa_{x}" for x in "xwkvrg"))]
-        parts += [f"feed_forward.time_maa_{part}" for part in "kr"]
         own: dict[str, tuple[int, ...]] = {name: (hidden,) for name in parts}
         own["attention.time_maa"] = 5, hidden
+        if config["model_type"] != "rwkv6":
+            return own
+        own |= {f"feed_forward.time_maa_{part}": (hidden,) for part in "kr"}
         return {**own, "attention.time_faaaa": (hidden // dim, dim)}
     names = ("attn.k_k", "attn.k_a", "ffn.x_k", *(f"attn.{x}_lora.lora.2.bias" for x in "wav"))
     vectors: dict[str, tuple[int, ...]] = {name: (hidden,) for name in names}
-    return {**vectors, "attn.x_x": (6, hidden), "attn.r_k": (hidden // dim, dim)}
+    count = 6 if config.get("has_gate", True) else 5
+    if "has_head_norms" in config:  # ARWKV, whose MLPs mix nothing
+        del vectors["ffn.x_k"]
+    return {**vectors, "attn.x_x": (count, hidden), "attn.r_k": (hidden // dim, dim)}
 
 
 def _dynamic_mix(config: Config) -> Iterator[Expected]:
     hidden, rank, decay_rank = (config[x] for x in ("hidden_size", "mix_rank", "decay_rank"))
+    is_qwen = config["model_type"] == "rwkv6qwen2"
+    num_keys = config["num_key_value_heads"] * config["head_dim"] if is_qwen else hidden
     for part in ("receptance", "key", "value", "gate", "output"):
-        yield f"attention.{part}.weight", (hidden, hidden), True
-    yield "feed_forward.receptance.weight", (hidden, hidden), True
+        size = num_keys if part in ("key", "value") else hidden
+        yield f"attention.{part}.weight", (size, hidden), True
+        if is_qwen:
+            yield f"attention.{part}.bias", (size,), False
     yield "attention.time_maa_w1", (5 * rank, hidden), True
     yield "attention.time_maa_w2", (5, hidden, rank), True
     yield "attention.time_decay_w1", (decay_rank, hidden), True
     yield "attention.time_decay_w2", (hidden, decay_rank), True
-    for leaf in ("weight", "bias"):
-        yield f"attention.ln_x.{leaf}", (hidden,), True
+    if not is_qwen:
+        yield "feed_forward.receptance.weight", (hidden, hidden), True
+        for leaf in ("weight", "bias"):
+            yield f"attention.ln_x.{leaf}", (hidden,), True
     for name, shape in time_mix_vectors(config).items():
         is_mix = name.startswith("attention.time_maa") and not name.endswith("_x")
         yield name, shape, not is_mix  # in one tensor or five
@@ -87,12 +98,12 @@ def _time_mix(config: Config, layer: int) -> Iterator[Expected]:
     for part in "rkvo":
         yield f"attn.{part}_proj.weight", (hidden, hidden), True
     for part, key in (("w", "decay"), ("a", "a"), ("g", "gate"), ("v", "v")):
-        if part == "v" and is_first:
+        if (part == "v" and is_first) or (part == "g" and not config.get("has_gate", True)):
             continue
         rank = config[f"{key}_low_rank_dim"]
         yield f"attn.{part}_lora.lora.0.weight", (rank, hidden), True
         yield f"attn.{part}_lora.lora.2.weight", (hidden, rank), True
-    for leaf in ("weight", "bias"):
+    for leaf in ("weight", "bias") if config.get("has_head_norms", True) else ():
         yield f"attn.g_norm.{leaf}", (hidden,), True
     for name, shape in time_mix_vectors(config).items():
         if not (is_first and name.startswith("attn.v_")):

@@ -13,7 +13,7 @@ from anydecode.models.families.recurrent import HYBRID
 from anydecode.models.families.shared_key import SELECTED, SLIDING
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config, layer_config
-from anydecode.models.loading.gguf_names import EXPERTS, OVERRIDES, STACKS
+from anydecode.models.loading.gguf_names import EXPERTS, OF_GROUPS, OVERRIDES, STACKS
 from anydecode.models.loading.gguf_recurrent_shapes import has_recurrence, recurrent_shapes
 
 Shape = tuple[int, ...]
@@ -213,6 +213,8 @@ def _norm_shapes(config: Config, layer: int) -> dict[str, int]:
         names.append("post_feedforward_layernorm")
     if family.norms == "both":
         names.append("pre_feedforward_layernorm")
+    if family.moe is not None and family.moe.reads_inputs:
+        names.append("residual_layernorm")
     if config.get("hidden_size_per_layer_input"):
         names.append("post_per_layer_input_norm")
     if family.moe is not None and family.moe.has_norms and is_expert_layer(config, layer):
@@ -387,8 +389,11 @@ def _mlp_shapes(architecture: str, config: Config, layer: int) -> dict[str, Shap
         shapes["mlp.fc2_latent_proj"] = (hidden, latent)
     size = latent or hidden
     for part, module in EXPERTS[architecture].items():
-        shape = (size, inner) if part == "ffn_down" else (inner, size)
-        shapes |= {module.format(index): shape for index in range(experts)}
+        count, rows = experts, inner
+        if part.endswith(OF_GROUPS):
+            count, rows = experts // config["experts_per_group"], config["group_expert_size"]
+        shape = (size, rows) if part.startswith("ffn_down") else (rows, size)
+        shapes |= {module.format(index): shape for index in range(count)}
     shared, name = shared_size(config, moe), f"mlp.{moe.shared_module}"
     name = "mlp" if moe.shared_module == "mlp" else name
     fused = f"{name}.gate_up_proj"

@@ -19,6 +19,7 @@ from anydecode.models.families.config import check_multimodal
 from anydecode.models.families.nested import completed, with_text_config
 from anydecode.models.files import folder_name, read_json
 from anydecode.models.loading import (
+    arwkv,
     bd3lm,
     deepseek,
     diffusion_gemma,
@@ -105,6 +106,8 @@ def load_folder(path: Path) -> Checkpoint:
         readers = plamo.to_hf_layout(readers)
     if rwkv6.is_rwkv6(config):
         readers = rwkv6.to_hf_layout(readers)
+    if arwkv.is_arwkv(config):
+        readers = arwkv.to_hf_layout(readers)
     if hrm_text.is_hrm_text(config):
         readers = hrm_text.to_hf_layout(readers)
     if bd3lm.is_bd3lm(config):

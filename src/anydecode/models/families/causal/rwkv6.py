@@ -1,5 +1,7 @@
 """RWKV-6, called Finch (Peng et al., 2024, arXiv:2404.05892), with the names of the repositories
-of RWKV, which are converted when a folder is loaded."""
+of RWKV, and RWKV-6 in Qwen2 (QRWKV6; Goldstein et al., 2025, arXiv:2505.03005), whose MLPs are
+those of Qwen2 and whose recurrence is gated linear attention. The names of both are converted when
+a folder is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from anydecode.kernels.interface import Recurrence, WkvWeights
 from anydecode.models.families.family import Family
 from anydecode.models.families.patterns import all_recurrent
 from anydecode.models.families.recurrent import RecurrentLayout
-from anydecode.models.families.values import Config, int_value, value_or
+from anydecode.models.families.values import (
+    Config,
+    head_dim,
+    int_value,
+    value_or,
+)
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.limits import MAX_COUNT, MAX_LAYERS, number, refusal
 from anydecode.models.linear import Linear
@@ -23,6 +30,15 @@ from anydecode.models.time_mix import DynamicMixWeights, LowRankProduct
 _MAX_POSITIONS = 1 << 20
 #: The mixtures, as checkpoints name them.
 _MIXES = "wkvrg"
+#: What configs of RWKV-6 in Qwen2 may say about the time mixing.
+_QWEN_SETTINGS = {
+    "attention_output_bias": False,
+    "balance_state": True,
+    "gate_rank_type": 1,
+    "groupnorm_att": False,
+    "use_rope": False,
+    "use_tokenshift": True,
+}
 
 
 def _sizes(config: Config) -> dict[str, Any]:
@@ -41,6 +57,29 @@ def _sizes(config: Config) -> dict[str, Any]:
         "intermediate_size": inner,
         "max_position_embeddings": _MAX_POSITIONS,
     }
+
+
+def _qwen_sizes(config: Config) -> dict[str, Any]:
+    for key, value in _QWEN_SETTINGS.items():
+        if value_or(config, key, value) != value:
+            raise refusal(key, config[key], str(value).lower())
+    dim = head_dim(config)
+    heads, rest = divmod(int_value(config, "hidden_size"), dim)
+    if rest:
+        raise refusal("head_dim", dim, f"a divisor of the hidden size {config['hidden_size']}")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int_value(config, "num_key_value_heads", heads, high=heads),
+        "head_dim": dim,
+        "max_position_embeddings": _MAX_POSITIONS,
+    }
+
+
+def _gla_spec(config: Config) -> RecurrentSpec:
+    hidden, dim = int_value(config, "hidden_size"), int_value(config, "head_dim", high=MAX_COUNT)
+    groups = int_value(config, "num_key_value_heads")
+    shape = Recurrence("gla", hidden, 1, None, hidden // dim, dim, groups, dim)
+    return RecurrentSpec(shape)
 
 
 def _spec(config: Config) -> RecurrentSpec:
@@ -65,8 +104,10 @@ def _read(
 ) -> DynamicMixWeights:
     name, shape = f"{layer}.attention", spec.shape
 
-    def square(module: str) -> Linear:
-        return reader.linear(f"{name}.{module}", (hidden, hidden), False)
+    num_keys, is_gla = shape.num_groups * shape.head_dim, shape.rule == "gla"
+
+    def linear(module: str, size: int = hidden) -> Linear:
+        return reader.linear(f"{name}.{module}", (size, hidden), False)
 
     # These matrices are small, and their ranks need not divide into blocks: they keep their format.
     def small(part: str, size: tuple[int, ...]) -> Linear:
@@ -77,12 +118,14 @@ def _read(
     decay_rank = reader.shape(f"{name}.time_decay_w1")[0]
     decay = small("time_decay_w2", (hidden, decay_rank))
     decay.bias = reader.vector(f"{name}.time_decay", hidden)
-    vectors = WkvWeights(
-        bonus=reader.tensor(f"{name}.time_faaaa", (shape.num_heads, shape.head_dim)).ravel(),
-        norm=reader.vector(f"{name}.ln_x.weight", hidden),
-        norm_bias=reader.vector(f"{name}.ln_x.bias", hidden),
-    )
-    output = square("output")
+    vectors = WkvWeights()
+    if not is_gla:
+        heads = shape.num_heads, shape.head_dim
+        vectors.bonus = reader.tensor(f"{name}.time_faaaa", heads).ravel()
+        vectors.norm, vectors.norm_bias = (
+            reader.vector(f"{name}.ln_x.{part}", hidden) for part in ("weight", "bias")
+        )
+    output = linear("output")
     # GGUF files have the outputs of later layers halved, and halve the hidden states in between.
     period = int_value(config, "halved_every", 0, low=0, high=MAX_LAYERS)
     if period:
@@ -92,13 +135,14 @@ def _read(
         _mixes(reader, name, hidden),
         small("time_maa_w1", (len(_MIXES) * rank, hidden)),
         [Linear(plain_weight(np.ascontiguousarray(up))) for up in ups],
-        square("receptance"),
-        square("key"),
-        square("value"),
-        square("gate"),
+        linear("receptance"),
+        linear("key", num_keys),
+        linear("value", num_keys),
+        linear("gate"),
         output,
         LowRankProduct(small("time_decay_w1", (decay_rank, hidden)), decay, "tanh"),
         vectors,
+        "sigmoid" if is_gla else "silu",
     )
 
 
@@ -132,5 +176,11 @@ FAMILIES = {
             "mlp.down_proj": "feed_forward.value",
         },
         defaults={"hidden_act": "sqrelu", "num_attention_heads": 1, "tie_word_embeddings": False},
-    )
+    ),
+    "rwkv6qwen2": Family(
+        ("RWKV6Qwen2ForCausalLM",),
+        all_recurrent,
+        derived=_qwen_sizes,
+        recurrent=RecurrentLayout(_gla_spec, _read),
+    ),
 }
