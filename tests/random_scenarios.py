@@ -324,7 +324,10 @@ def outcome_of(request: Request) -> Outcome:
     """What a finished request has returned: its samples, or its error."""
     try:
         found = request.generation()
-    except OutOfMemoryError:
+    except OutOfMemoryError as error:
+        check_message(error)
+        assert "the key-value cache holds" in str(error), str(error)
+        assert str(error).endswith("; increase cache_positions"), str(error)
         return "out of memory", None
     except InvalidRequestError as error:
         return "refused late", str(error)

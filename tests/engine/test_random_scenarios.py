@@ -10,8 +10,9 @@ from random import Random
 import pytest
 
 from anydecode.engine.engine import Engine, Job
+from anydecode.errors import OutOfMemoryError
 from anydecode.scoring.sequence import Sequence
-from random_scenarios import Failure, play, random_scenario
+from random_scenarios import Failure, Player, Scenario, play, random_scenario
 from random_worlds import WORLDS
 
 #: Worlds that do not need other packages.
@@ -42,6 +43,31 @@ def test_requests_that_read_embeddings_beside_each_other() -> None:
 @pytest.mark.parametrize("start", range(6, 486, 40))
 def test_many_random_requests_beside_each_other(start: int) -> None:
     assert len(played(range(start, start + 40))) > 30
+
+
+def test_a_search_that_runs_out_of_memory_ends_with_one_line_and_changes_no_other_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = {"decoder": "autoregressive", "max_tokens": 17, "temperature": 0.8, "ignore_eos": True}
+    search = {**plain, "decoder": "best-of-n", "max_tokens": 90}
+    requests = [
+        {"prompt": [97] * 150, "seed": 0, **search},
+        *({"prompt": "zqzqzqzq", "seed": seed, **plain} for seed in range(3)),
+    ]
+    events = [event for number in range(4) for event in (("start", number), ("steps", 2))]
+    scenario = Scenario("tiny", {"cache_positions": 200}, requests, events)
+    player = Player(scenario)
+    assert player.play() == []
+    kinds = [kind for kind, _ in player.outcomes.values()]
+    assert sorted(kinds) == ["out of memory", "texts", "texts", "texts"]
+    end = Engine._end
+
+    def with_two_lines(self: Engine, job: Job, error: BaseException | None) -> None:
+        is_memory = isinstance(error, OutOfMemoryError)
+        end(self, job, OutOfMemoryError(f"{error}\nat a place") if is_memory else error)
+
+    monkeypatch.setattr(Engine, "_end", with_two_lines)
+    assert [one.kind for one in play(scenario)[0]] == ["engine: AssertionError"]
 
 
 def failures_of(seeds: range, names: list[str]) -> list[Failure]:
