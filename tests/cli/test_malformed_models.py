@@ -156,6 +156,8 @@ def test_a_malformed_model_is_one_line(
 ) -> None:
     if command.startswith("train"):
         pytest.importorskip("torch")
+    if command == "bench lm-eval":
+        pytest.importorskip("lm_eval")
     monkeypatch.setattr(logs, "write_json_lines", lambda: None)  # it changes loggers for good
     if command == "bench compare":  # with itself
         monkeypatch.setattr(compare, "git", lambda *arguments, **options: str(repository))

@@ -1494,7 +1494,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "heads_per_ngram": 1,
             "eos_token_id": [3, 12],
             "hc_count": 2,
-            "indexer_head_dim": 8,
+            "rope_parameters": ROPE,  # whose part is the whole by default
+            "indexer_head_dim": 16,
             "indexer_budget": 10,
             "indexer_compress_ratio": 5,
             "output_gate_type": None,

@@ -99,7 +99,7 @@ FAMILIES = {
         stored_name=_stored_name,
         defaults={
             "head_dim": 256,
-            "partial_rotary_factor": 0.25,
+            "partial_rotary_factor": 1.0,
             "rms_norm_eps": 1e-6,
             "hc_count": 4,
             "hc_lowrank": 320,
