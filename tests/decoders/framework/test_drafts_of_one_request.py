@@ -47,6 +47,8 @@ READERS = {
     "two drafters": "taps:drafters=eagle",
 }
 RULES = ["rejection", "typical", "top-m"]
+#: The same for tests, of which the first one is always run.
+TESTED_RULES = [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])]
 
 
 def opened(name: str, **options: Any) -> LLM:
@@ -86,7 +88,7 @@ def assert_texts_of_one_request(name: str, decoder: str) -> None:
         assert answers(llm, PROMPTS[3:], decoder) == expected[3:]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", TESTED_RULES)
 @pytest.mark.parametrize("decoder", LEARNERS)
 def test_a_request_learns_from_itself(decoder: str, rule: str) -> None:
     assert_texts_of_one_request(WORLDS.get(decoder, "tiny repeats"), with_rule(decoder, rule))
@@ -105,9 +107,7 @@ def test_a_memory_of_all_requests_is_noticed(decoder: str, monkeypatch: pytest.M
             )
 
 
-@pytest.mark.parametrize(
-    "rule", [RULES[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[1:])]
-)
+@pytest.mark.parametrize("rule", TESTED_RULES)
 @pytest.mark.parametrize("name", READERS)
 def test_a_drafter_reads_the_same_states_whatever_is_cached(name: str, rule: str) -> None:
     assert_texts_of_one_request(name, with_rule(READERS[name], rule))
