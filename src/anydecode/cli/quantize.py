@@ -19,7 +19,7 @@ _CHECK_TOKENS = 16
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Name or path of a model in a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="Name or path of a model: a GGUF file, or a folder.")],
     out: Annotated[Path, typer.Argument(help="The new GGUF file.")],
     format: Annotated[
         str,
@@ -72,7 +72,8 @@ def quantize(
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Write the weights of a GGUF file in another format, open the new file and generate a text.
+    """Write a GGUF file, or a folder of safetensors, as a GGUF file in another format, open it and
+    generate a text.
 
     Example: anydecode quantize smollm2-135m-instruct small.gguf --format q4_k
     """
@@ -80,13 +81,11 @@ def quantize(
     from anydecode.models.loading import load_checkpoint
     from anydecode.quantization import encoders, ptq161
     from anydecode.quantization.gguf import quantize_file, reads_importance
+    from anydecode.quantization.gguf_folder import FolderFile
 
-    source = load_checkpoint(model).path
-    if not source.is_file():
-        raise InvalidRequestError(
-            f"{source}: is a folder; `quantize` reads GGUF files, which convert_hf_to_gguf.py of"
-            " llama.cpp writes"
-        )
+    checkpoint = load_checkpoint(model)
+    source = checkpoint.path
+    is_folder = not source.is_file()
     is_calibrated = format.lower() == ptq161.KEY
     training = options.without_none(epochs=epochs, restore=restore)
     if not is_calibrated and training:
@@ -102,6 +101,11 @@ def quantize(
             f"an importance matrix changes nothing in {format.lower()}; it does in {names} and"
             " mixtures of them"
         )
+    if is_folder and (is_calibrated or calibrate is not None):
+        raise InvalidRequestError(
+            f"{source}: is a folder; calibration reads GGUF files: write one with --format bf16"
+            " first"
+        )
     importance: dict[str, Any] = {}
     if is_weighed:
         importance = _importance(source, imatrix, calibrate, save_imatrix)
@@ -115,7 +119,8 @@ def quantize(
             texts = ptq161.calibration_texts(calibrate)
             summary = ptq161.quantize_gguf(source, out, texts, **training, **common)
         else:
-            summary = quantize_file(source, out, format, importance=importance, **common)
+            file = FolderFile(checkpoint) if is_folder else source
+            summary = quantize_file(file, out, format, importance=importance, **common)
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:

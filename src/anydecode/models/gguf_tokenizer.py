@@ -164,7 +164,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "chameleon": _CHAMELEON,
 }
 #: Pre-tokenizers with which a word that is itself a token skips the merges.
-_IGNORE_MERGES = (
+IGNORE_MERGES = (
     *_LLAMA_3,
     "tekken",
     "youtu",
@@ -174,7 +174,7 @@ _IGNORE_MERGES = (
     "glm5",
 )
 #: Pre-tokenizers whose tokenizer normalizes text to NFC first.
-_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
+NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "megrez", "stablelm2", "command-r")
 #: Pre-tokenizers with which a prompt starts with BOS unless the metadata say otherwise.
 _BOS_FIRST = (*_LLAMA_3, "tekken", "chameleon")
 #: Pre-tokenizers of files that call these tokenizers "gpt2": merges of characters, not of bytes.
@@ -187,7 +187,7 @@ _WHITESPACE = "whitespace"
 #: Maximum length of a token: every split of a token in two is looked up.
 MAX_TOKEN_CHARACTERS = 1 << 12
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
 
 
@@ -205,7 +205,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if kind is None or not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{source}: the file holds no tokenizer")
-    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(f"{source}: the tokenizer's token types do not match its tokens")
     if not all(isinstance(token, str) for token in tokens):
@@ -258,10 +258,10 @@ def _byte_level(
     model = BPE(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=_merges(metadata, source),
-        ignore_merges=name in _IGNORE_MERGES,
+        ignore_merges=name in IGNORE_MERGES,
     )
     tokenizer = Tokenizer(model)
-    if metadata.get("tokenizer.ggml.normalizer.nfc", name in _NFC):
+    if metadata.get("tokenizer.ggml.normalizer.nfc", name in NFC):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = make_pre_tokenizer(PATTERNS[name])
     tokenizer.decoder = decoders.ByteLevel()
@@ -310,7 +310,7 @@ def _characters(
     return BPE(
         vocab={token: index for index, token in enumerate(tokens)},
         merges=_merges(metadata, source),
-        byte_fallback=_BYTE in types,
+        byte_fallback=BYTE in types,
     )
 
 
@@ -353,7 +353,7 @@ def _sentencepiece(
         merges=merges_from_scores(tokens, scores, types),
         unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
         fuse_unk=True,
-        byte_fallback=_BYTE in types,
+        byte_fallback=BYTE in types,
     )
     tokenizer = Tokenizer(model)
     to_marks = normalizers.Replace(" ", _SPACE)
@@ -383,7 +383,7 @@ def merges_from_scores(
     ids = {token: id for id, token in enumerate(tokens)}
     candidates: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        if kind not in (_NORMAL, _UNUSED):
+        if kind not in (NORMAL, UNUSED):
             continue
         cuts = []
         for cut in range(1, len(token)):
@@ -403,9 +403,9 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
     for token, kind in zip(tokens, types, strict=True):
         if not token:
             continue
-        if kind in (_CONTROL, _UNKNOWN):
+        if kind in (CONTROL, UNKNOWN):
             special.append(AddedToken(token, normalized=False, special=True))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             plain.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)

@@ -72,7 +72,7 @@ class Summary:
 
 
 def quantize_file(
-    source: Path,
+    source: Path | GGUFFile,
     target: Path,
     format: str,
     *,
@@ -85,7 +85,7 @@ def quantize_file(
     """Write the model of a GGUF file to another one in another format.
 
     Args:
-        source: The file, or any part of a split model.
+        source: The file, or any part of a split model; or the opened file.
         target: The new file, which is complete or not there.
         format: One of `FORMATS` or `MIXES`, in either case.
         overwrite: Whether the target may exist.
@@ -104,8 +104,8 @@ def quantize_file(
     """
     format = format.upper()
     base = _base(format)
-    check_target(source, target, overwrite)
-    file = GGUFFile(source)
+    check_target(source.path if isinstance(source, GGUFFile) else source, target, overwrite)
+    file = source if isinstance(source, GGUFFile) else GGUFFile(source)
     architecture = str(file.metadata.get("general.architecture"))
     factors = [
         name
@@ -114,7 +114,7 @@ def quantize_file(
     ]
     if factors:
         raise CheckpointError(
-            f"{source}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"
+            f"{file.path}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"
             " have no factors of their own"
         )
     check_source(file)
@@ -246,10 +246,15 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InvalidRequestError(f"{target}: exists; --force replaces it")
 
 
+def is_written(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a matrix that is written in another format."""
+    is_matrix = len(shape) >= 2 and name.endswith(".weight")
+    return is_matrix and not any(part in name for part in _KEPT)
+
+
 def _planned(info: TensorInfo, format: str) -> TensorInfo:
     """The tensor in the format in which it is written."""
-    is_matrix = len(info.shape) >= 2 and info.name.endswith(".weight")
-    if not is_matrix or any(part in info.name for part in _KEPT):
+    if not is_written(info.name, info.shape):
         return info
     values, size = BLOCKS[format]
     if info.name in _OUTER and 8 * size < 6 * values:
@@ -275,7 +280,10 @@ def _header(
     return header_of(entries, plan, file.metadata.get("general.alignment", 32))
 
 
-def entry(key: str, value: str | bool | int | float | list[int] | list[str]) -> bytes:
+Value = str | bool | int | float | list[bool] | list[int] | list[float] | list[str]
+
+
+def entry(key: str, value: Value) -> bytes:
     """The key and the value of one of the metadata as a file stores them."""
     match value:
         case bool():
@@ -289,6 +297,10 @@ def entry(key: str, value: str | bool | int | float | list[int] | list[str]) -> 
         case [str(), *_]:
             texts = b"".join(_string(str(text)) for text in value)
             stored = struct.pack("<IIQ", 9, 8, len(value)) + texts
+        case [bool(), *_]:
+            stored = struct.pack(f"<IIQ{len(value)}?", 9, 7, len(value), *value)
+        case [float(), *_]:
+            stored = struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
         case _:
             stored = struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     return _string(key) + stored

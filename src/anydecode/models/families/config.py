@@ -644,7 +644,7 @@ def _latent_attention(config: Config, layer_type: str) -> Attention:
         num_heads=int_value(config, "num_attention_heads", high=MAX_COUNT),
         num_kv_heads=1,
         head_dim=rank + rotary,
-        scale=yarn_scale(_rope_parameters(config, FULL)) ** 2 * query_dim**-0.5,
+        scale=yarn_scale(rope_parameters(config, FULL)) ** 2 * query_dim**-0.5,
         window=int_value(config, "sliding_window") if layer_type == SLIDING else None,
         latent_dim=rank,
     )
@@ -713,7 +713,7 @@ def _layers(
         """The rotary embedding of a layer; layers with an equal one share the object."""
         theta = optional_number(own, "own_rope_theta")
         if (kind, dim, theta) not in ropes:
-            parameters = _rope_parameters(config, kind)
+            parameters = rope_parameters(config, kind)
             parameters["rope_theta"] = theta or parameters["rope_theta"]
             rope = make_rope(parameters, dim, trained, max_positions)
             if family.has_reversed_rope:
@@ -925,7 +925,7 @@ def _query_rope(config: Config, layer_type: str, rope: Rope | None) -> Rope | No
     """The rotary embedding of Ministral 3's queries, which grow with the position."""
     if rope is None or not FAMILIES[config["model_type"]].has_query_growth:
         return None
-    parameters = _rope_parameters(config, layer_type)
+    parameters = rope_parameters(config, layer_type)
     key = "llama_4_scaling_beta"
     growth = number(key, value_or(parameters, key, 0.0), 0.0)
     period = int_value(parameters, "original_max_position_embeddings")
@@ -996,7 +996,7 @@ def _max_bias(config: Config) -> float:
     return number("alibi_bias_max", value_or(config, "alibi_bias_max", 8.0))
 
 
-def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
+def rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
     """The rope parameters of one layer type, from the current keys (`rope_parameters`, flat or per
     layer type) or the older ones (`rope_theta`, `rope_scaling`, `rope_local_base_freq`)."""
     parameters = mapping_value(config, "rope_parameters")
@@ -1032,7 +1032,7 @@ def _rope_parameters(config: Config, layer_type: str) -> dict[str, Any]:
 def _default_max_positions(config: Config) -> int:
     """The default context length: the largest for which no rope scaling depends on the length."""
     longest = int_value(config, "max_position_embeddings")
-    parameters = _rope_parameters(config, FULL)
+    parameters = rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return min(longest, int_value(parameters, "original_max_position_embeddings"))
     return longest

@@ -34,21 +34,19 @@ from anydecode.models.loading.gguf_names import (
     HEADS,
     IN_CONFIG,
     INTERLEAVED,
-    LAYER,
     NEXTN,
     OF_GROUPS,
-    ONE_ADDED,
-    OUTER,
     OUTER_VECTORS,
-    OVERRIDES,
-    OWN_OUTER,
     OWN_VECTORS,
     SCALES,
     STACKS,
     UNUSED_IN_FIRST,
     VECTORS,
     WITHOUT_NEXTN,
+    has_one_added,
     is_own_vector,
+    layer_names,
+    outer_names,
 )
 from anydecode.models.loading.gguf_recurrent_shapes import time_mix_vectors
 from anydecode.models.loading.gguf_rope import deinterleaved, half_order
@@ -77,8 +75,16 @@ def load_gguf(path: Path) -> Checkpoint:
     """
     file = GGUFFile(path)
     load_drafter = _DRAFTERS.get(str(file.metadata.get("general.architecture")))
-    if load_drafter is not None:
-        return load_drafter(file)
+    return open_gguf(file) if load_drafter is None else load_drafter(file)
+
+
+def open_gguf(file: GGUFFile) -> Checkpoint:
+    """The checkpoint of a file that holds a model, no drafter.
+
+    Raises:
+        CheckpointError: The file is corrupt or unsupported. The message is one line.
+    """
+    path = file.path
     config = config_from_gguf(file)
     spec_from_config(config)  # validated before lists of layers and experts are built
     architecture: str = file.metadata["general.architecture"]
@@ -142,7 +148,7 @@ def _convert(
     if not module.startswith("blk."):
         if info.name in OUTER_VECTORS:
             return [_vector(file, info, OUTER_VECTORS[info.name], "", config)]
-        outer = {**OUTER, **OWN_OUTER.get(architecture, {})}
+        outer = outer_names(architecture)
         if module not in outer:
             raise _unknown_tensor(file, info, architecture)
         root, _, part = outer[module].rpartition(".")
@@ -179,7 +185,7 @@ def _convert(
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
             return [_vector(file, info, vector, prefix, config)]
-        names = {**LAYER, **OVERRIDES.get(architecture, {}), **(NEXTN if is_extra else {})}
+        names = {**layer_names(architecture), **(NEXTN if is_extra else {})}
         if is_extra and part not in names:
             return []
         if not is_layer or part not in names:
@@ -208,10 +214,8 @@ def _convert(
         own = layer_config(config, int(layer))
         heads = own["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         reader = partial(deinterleaved, reader, heads)
-    is_norm = info.name.endswith("norm.weight") or part.startswith("ple_norm_")
-    is_norm = is_norm and part != "ssm_norm"
-    has_offset = bool(prefix) or FAMILIES[config["model_type"]].has_final_offset
-    if architecture in ONE_ADDED and is_norm and has_offset:
+    has_final_offset = FAMILIES[config["model_type"]].has_final_offset
+    if has_one_added(architecture, info.name, has_final_offset):
         reader = partial(_minus_one, reader)
     found = [(name, info.shape, reader)]
     if architecture == "falcon" and part in ("attn_norm", "attn_norm_2"):

@@ -598,6 +598,32 @@ ONE_ADDED = (
 )
 
 
+def layer_names(architecture: str) -> dict[str, str]:
+    """The usual names of the modules of a layer by their names in files of `architecture`. Where
+    several stand for one module, the last is the architecture's own."""
+    return {**LAYER, **OVERRIDES.get(architecture, {})}
+
+
+def outer_names(architecture: str) -> dict[str, str]:
+    """The same of the modules outside the layers."""
+    return {**OUTER, **OWN_OUTER.get(architecture, {})}
+
+
+def has_one_added(architecture: str, name: str, has_final_offset: bool) -> bool:
+    """Whether files of `architecture` store a tensor with 1 added.
+
+    Args:
+        architecture: The architecture.
+        name: The tensor's name in files.
+        has_final_offset: `Family.has_final_offset`.
+    """
+    module, part = name.rpartition(".")[0], name.split(".", 2)[-1]
+    is_norm = name.endswith("norm.weight") or part.startswith("ple_norm_")
+    is_norm = is_norm and not module.endswith("ssm_norm")
+    has_offset = name.startswith("blk.") or has_final_offset
+    return architecture in ONE_ADDED and is_norm and has_offset
+
+
 def is_own_vector(architecture: str, name: str) -> bool:
     """Whether a tensor is a vector of the layers of `architecture` that has the name of a factor of
     a weight in other files, or no suffix in Hugging Face's layout."""

@@ -112,8 +112,11 @@ def half_order(num_rows: int, num_heads: int) -> np.ndarray:
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
 
+def stored_order(num_rows: int, num_heads: int) -> np.ndarray:
+    """The row of `deinterleaved` that each stored row is."""
+    return np.argsort(half_order(num_rows, num_heads))
+
+
 def interleaved(matrix: np.ndarray, num_heads: int) -> np.ndarray:
     """The rows in the order in which files store them, from the order of `deinterleaved`."""
-    order = np.empty(len(matrix), np.int64)
-    order[half_order(len(matrix), num_heads)] = np.arange(len(matrix))
-    return matrix[order]
+    return matrix[stored_order(len(matrix), num_heads)]

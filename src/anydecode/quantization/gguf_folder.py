@@ -1,0 +1,274 @@
+"""A repository of safetensors as the GGUF file that is written of it: metadata, and tensors by the
+names of llama.cpp, each of which is read when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES, dequantize, in_order, is_packed
+from anydecode.kernels.interface import ExpertWeights, Weight
+from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.advice import listed
+from anydecode.models.families.config import spec_from_config, text_config
+from anydecode.models.families.experts import read_experts
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import layer_config
+from anydecode.models.families.weights import TensorReader
+from anydecode.models.loading.gguf import open_gguf
+from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
+from anydecode.models.loading.gguf_names import (
+    INTERLEAVED,
+    VECTORS,
+    has_one_added,
+    layer_names,
+    outer_names,
+)
+from anydecode.models.loading.gguf_rope import stored_order
+from anydecode.models.loading.lazy import Reader
+from anydecode.models.tokenizers import HFTokenizer
+from anydecode.quantization.gguf import entry, is_written
+from anydecode.quantization.gguf_forms import (
+    architectures,
+    differences,
+    metadata_of,
+    rope_tensors,
+)
+from anydecode.quantization.gguf_vocabulary import vocabulary
+
+_EXPERT = re.compile(r"\.experts(\.|$)")
+#: Buffers that old checkpoints hold beside weights.
+_BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_KINDS = ("gate", "up", "down")
+
+
+class FolderFile(GGUFFile):
+    """A model of safetensors, read as a GGUF file.
+
+    Args:
+        checkpoint: The model, opened from a folder.
+
+    Attributes:
+        num_quantised: The number of tensors by the format in which the repository has them, of
+            those whose format GGUF does not have.
+
+    Raises:
+        CheckpointError: GGUF files have no form for the model. The message is one line.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        self._checkpoint = checkpoint
+        self._config = text_config(checkpoint.config)
+        self._spec = spec_from_config(checkpoint.config)
+        known = architectures()
+        model_type = self._config["model_type"]
+        if model_type not in known:
+            raise CheckpointError(
+                f"{self.path}: models of type {model_type!r} are not written to GGUF files;"
+                f" {listed(model_type, sorted(known))}"
+            )
+        self._architecture = known[model_type]
+        self._family = FAMILIES[model_type]
+        self._last_experts: tuple[int, ExpertWeights] | None = None
+        self._readers: dict[str, Reader] = {}
+        self._add_tensors()
+        self.tensors = {name: self._info(name) for name in self._readers}
+        self.num_quantised = Counter(
+            info.format for info in self.tensors.values() if is_packed(info.format)
+        )
+        self.metadata = self._metadata()
+        self._check()
+
+    def entry(self, key: str) -> bytes:
+        return entry(key, self.metadata[key])
+
+    def view(self, info: TensorInfo, weight_name: str = "") -> np.ndarray | Weight:
+        tensor = self._readers[info.name]()
+        return replace(tensor, name=weight_name) if isinstance(tensor, Weight) else tensor
+
+    def part(self, name: str, index: int, weight_name: str = "") -> np.ndarray | Weight:
+        tensor = self.read(name, weight_name)
+        if not isinstance(tensor, Weight):
+            part: np.ndarray = tensor[index]
+            return part
+        rows = self.tensors[name].shape[1]
+        data = tensor.data[index * rows : (index + 1) * rows]
+        return replace(tensor, out_features=rows, data=data)
+
+    def _metadata(self) -> dict[str, Any]:
+        tokenizer = self._checkpoint.tokenizer
+        if not isinstance(tokenizer, HFTokenizer):
+            raise CheckpointError(f"{self.path}: there is no tokenizer that a GGUF file can hold")
+        rows = self.tensors["token_embd.weight"].shape[0]
+        return {
+            "general.architecture": self._architecture,
+            "general.type": "model",
+            "general.name": self._checkpoint.name,
+            **metadata_of(self._architecture, self._spec, self._config),
+            **vocabulary(tokenizer, rows, str(self.path)),
+        }
+
+    def _check(self) -> None:
+        """Raise CheckpointError if the metadata describe another model than the config."""
+        other = spec_from_config(open_gguf(self).config)
+        found = next(differences(self._spec, other), None)
+        if found is not None:
+            raise CheckpointError(
+                f"{self.path}: GGUF files of {self._architecture} have no form for this model's"
+                f" {found}"
+            )
+
+    def _info(self, name: str) -> TensorInfo:
+        tensor = self._readers[name]()
+        if isinstance(tensor, Weight):
+            shape: tuple[int, ...] = (tensor.out_features, tensor.in_features)
+            format, size = tensor.format, tensor.num_bytes
+        else:
+            shape, size = tensor.shape, tensor.nbytes
+            format = next(x for x, dtype in DTYPES.items() if dtype == tensor.dtype)
+        if name.endswith("_exps.weight"):
+            count = len(self._experts(int(name.split(".")[1])).up)
+            shape = (count, shape[-2] // count if len(shape) == 2 else shape[-2], shape[-1])
+        return TensorInfo(name, format, shape, 0, size)
+
+    def _add_tensors(self) -> None:
+        """A reader for every tensor of the file, in the order of the layers."""
+        outer: dict[str, Reader] = {
+            name: partial(np.copy, tensor)
+            for name, tensor in rope_tensors(self._spec, self._config).items()
+        }
+        layers: dict[int, dict[str, Reader]] = {i: {} for i in range(len(self._spec.layers))}
+        tensors = self._checkpoint.tensors
+        names = {own: usual for usual, own in self._family.names.items()}
+        start = next((x for x in tensors if x.endswith("embed_tokens.weight")), "model.embed")
+        prefix = start[: start.index("embed")]
+        is_tied = bool(self._config.get("tie_word_embeddings"))
+        for full in tensors:
+            name = full.removeprefix(prefix)
+            match = _LAYER.fullmatch(name)
+            if name.endswith(_BUFFERS) or (full == "lm_head.weight" and is_tied):
+                continue
+            if match is None:
+                target = self._outer(name)
+                outer[target] = self._reader(full, target, None)
+            elif not _EXPERT.search(match[2]):
+                module, _, leaf = match[2].rpartition(".")
+                layer = int(match[1])
+                target = self._in_layer(names.get(module, module), leaf, full)
+                target = f"blk.{layer}.{target}"
+                if layer not in layers:
+                    raise self._without_form(full)
+                layers[layer][target] = self._reader(full, target, layer)
+        for layer, found in layers.items():
+            if self._spec.layers[layer].num_experts:
+                found |= self._expert_readers(layer)
+        self._readers = dict(outer)
+        for layer in sorted(layers):
+            self._readers |= layers[layer]
+
+    def _without_form(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: GGUF files of {self._architecture} have no tensor for {name!r}"
+        )
+
+    def _outer(self, name: str) -> str:
+        """The name of a tensor outside the layers."""
+        module, _, leaf = name.rpartition(".")
+        for target, usual in outer_names(self._architecture).items():
+            part = usual.removeprefix("model.")
+            if module == self._family.names.get(part, part):
+                return f"{target}.{leaf}"
+        raise self._without_form(name)
+
+    def _in_layer(self, module: str, leaf: str, full: str) -> str:
+        """The name, in its block, of a tensor of a layer."""
+        for target, usual in VECTORS.items():
+            if usual == f"{module}.{leaf}":
+                return target
+        # The last name is the architecture's own.
+        targets = [x for x, usual in layer_names(self._architecture).items() if usual == module]
+        if not targets:
+            raise self._without_form(full)
+        return f"{targets[-1]}.{leaf}"
+
+    def _reader(self, full: str, target: str, layer: int | None) -> Reader:
+        """A reader of a tensor as a file stores it."""
+        order = None
+        kind = target.split(".")[-2]
+        if self._architecture in INTERLEAVED and kind in ("attn_q", "attn_k") and layer is not None:
+            shape = self._spec.layers[layer].attention
+            assert shape is not None, "it has queries or keys"
+            heads = shape.num_heads if kind == "attn_q" else shape.num_kv_heads
+            order = stored_order(heads * shape.head_dim, heads)
+        added = has_one_added(self._architecture, target, self._family.has_final_offset)
+        return partial(self._read, full, target, order, added)
+
+    def _read(
+        self, full: str, target: str, order: np.ndarray | None, has_one: bool
+    ) -> np.ndarray | Weight:
+        tensor = _plain(self._checkpoint.tensors[full])
+        if order is not None:
+            if isinstance(tensor, Weight):
+                tensor = replace(tensor, data=tensor.data[order])
+            else:
+                tensor = tensor[order]
+        shape = (0, 0) if isinstance(tensor, Weight) else tensor.shape
+        if is_written(target, shape):
+            return tensor
+        values = dequantize(tensor) if isinstance(tensor, Weight) else tensor.astype(np.float32)
+        values = values.ravel() if len(values) == 1 else values  # of a gate
+        return values + np.float32(1) if has_one else values
+
+    def _expert_readers(self, layer: int) -> Iterator[tuple[str, Reader]]:
+        experts = self._experts(layer)
+        for kind in _KINDS:
+            name = f"blk.{layer}.ffn_{kind}_exps"
+            yield f"{name}.weight", partial(self._expert_stack, layer, kind)
+            if getattr(experts, f"{kind}_bias") is not None:
+                yield f"{name}.bias", partial(self._expert_biases, layer, kind)
+
+    def _expert_stack(self, layer: int, kind: str) -> np.ndarray | Weight:
+        """The matrices of one kind of all experts, one below the other."""
+        parts = [_plain(one) for one in getattr(self._experts(layer), kind)]
+        first = parts[0]
+        if isinstance(first, Weight):
+            same = [x for x in parts if isinstance(x, Weight) and x.format == first.format]
+            if len(same) == len(parts):
+                data = np.concatenate([one.data for one in same])
+                return replace(first, data=data, out_features=len(data))
+            parts = [dequantize(x) if isinstance(x, Weight) else x for x in parts]
+        return np.stack([part for part in parts if isinstance(part, np.ndarray)])
+
+    def _expert_biases(self, layer: int, kind: str) -> np.ndarray:
+        return np.stack(getattr(self._experts(layer), f"{kind}_bias"))
+
+    def _experts(self, layer: int) -> ExpertWeights:
+        """The experts of a layer. Those of one layer are kept, for its next matrices."""
+        if self._last_experts is None or self._last_experts[0] != layer:
+            self._last_experts = None
+            reader = TensorReader(self._checkpoint, None)
+            shape = self._spec.layers[layer].num_experts, self._spec.hidden_size
+            config = layer_config(self._config, layer)
+            found = read_experts(reader, config, self._family, f"layers.{layer}", shape)
+            self._last_experts = layer, found.routed
+        return self._last_experts[1]
+
+
+def _plain(tensor: np.ndarray | Weight) -> np.ndarray | Weight:
+    """A tensor in a format that has all of it: plain numbers as an array, else without a factor and
+    with its inputs in order."""
+    if not isinstance(tensor, Weight):
+        return tensor if tensor.dtype in DTYPES.values() else tensor.astype(np.float32)
+    weight = in_order(tensor)
+    if weight.scale != 1.0 or weight.columns is not None:
+        return dequantize(weight)
+    return weight if is_packed(weight.format) else weight.data

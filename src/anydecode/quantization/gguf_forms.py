@@ -1,0 +1,258 @@
+"""The metadata of a GGUF file from the config of a model, by architecture, as llama.cpp's converter
+names them. What a form does not say is found by comparing the architecture that the metadata
+describe with that of the config (`differences`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from anydecode.models.families.config import rope_parameters, shared_size
+from anydecode.models.families.patterns import FULL, SLIDING
+from anydecode.models.families.rope import rope_type
+from anydecode.models.families.table import FAMILIES
+from anydecode.models.families.values import Config
+from anydecode.models.loading.gguf_drafters import KEYS, ROPE_FREQS
+from anydecode.models.loading.gguf_keys import ARCHITECTURES
+from anydecode.models.spec import LayerSpec, ModelSpec
+from anydecode.quantization.gguf import Value
+
+Metadata = dict[str, Value]
+#: The keys of an architecture, without its name, from the architecture and the config of a model.
+Form = Callable[[ModelSpec, Config], Metadata]
+
+_EMBEDDING_TOLERANCE = 5e-3  # of a factor that is rounded to bfloat16
+_TOLERANCE = 1e-5
+
+
+def _first(spec: ModelSpec) -> LayerSpec:
+    return next(layer for layer in spec.layers if layer.attention is not None)
+
+
+def _window(spec: ModelSpec) -> int | None:
+    """The window of the layers that have one."""
+    windows = (layer.attention.window for layer in spec.layers if layer.attention is not None)
+    return next((window for window in windows if window is not None), None)
+
+
+def _none(spec: ModelSpec, config: Config) -> Metadata:
+    return {}
+
+
+def _windows(spec: ModelSpec, config: Config) -> Metadata:
+    """The window, and which layers have it."""
+    window = _window(spec)
+    if window is None:
+        return {}
+    flags = [x.attention is not None and x.attention.window is not None for x in spec.layers]
+    return {"attention.sliding_window": window, "attention.sliding_window_pattern": flags}
+
+
+def _phi3(spec: ModelSpec, config: Config) -> Metadata:
+    parameters = rope_parameters(config, FULL)
+    original, longest = parameters["original_max_position_embeddings"], config["max_position_embeddings"]
+    found: Metadata = {
+        "attention.sliding_window": _window(spec) or 0,
+        "rope.scaling.original_context_length": original,
+    }
+    if rope_type(parameters) == "longrope":
+        factor = parameters.get("attention_factor")
+        if factor is None:
+            scale = longest / original
+            factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+        found["rope.scaling.attn_factor"] = float(factor)
+    return found
+
+
+def _gemma2(spec: ModelSpec, config: Config) -> Metadata:
+    attention = _first(spec).attention
+    assert attention is not None
+    return {
+        "attention.sliding_window": _window(spec) or 0,
+        "attn_logit_softcapping": float(attention.softcap or 0.0),
+        "final_logit_softcapping": float(spec.logit_softcap or 0.0),
+    }
+
+
+def _gemma3(spec: ModelSpec, config: Config) -> Metadata:
+    found: Metadata = {"rope.freq_base_swa": float(rope_parameters(config, SLIDING)["rope_theta"])}
+    if spec.logit_softcap is not None:
+        found["final_logit_softcapping"] = spec.logit_softcap
+    window = _window(spec)
+    return found if window is None else {**found, "attention.sliding_window": window}
+
+
+def _gpt_oss(spec: ModelSpec, config: Config) -> Metadata:
+    return {"attention.sliding_window": _window(spec) or 0}
+
+
+def _granite(spec: ModelSpec, config: Config) -> Metadata:
+    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+    return {
+        key: float(config[name])
+        for key, name in zip(keys, names, strict=True)
+        if config.get(name) is not None
+    }
+
+
+def _cohere(spec: ModelSpec, config: Config) -> Metadata:
+    found: Metadata = {"logit_scale": float(config["logit_scale"])}
+    window = _window(spec)
+    return found if window is None else {**found, "attention.sliding_window": window}
+
+
+#: The architectures that can be written.
+FORMS: dict[str, Form] = {
+    **dict.fromkeys(
+        (
+            *("llama", "smollm3", "qwen2", "qwen3", "qwen3moe", "qwen2moe", "olmoe", "gemma"),
+            *("seed_oss", "starcoder2", "arcee"),
+        ),
+        _none,
+    ),
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+    "olmo2": _windows,
+    "exaone4": _windows,
+    "granite": _granite,
+    "command-r": _cohere,
+    "cohere2": _cohere,
+}
+#: Families whose files have the architecture of another one.
+_OTHERS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+#: Architectures whose experts have the size of `feed_forward_length`.
+_WITHOUT_SIZE = ("llama", "olmoe")
+
+
+def architectures() -> dict[str, str]:
+    """The architecture of files by the key of the family, for all that can be written."""
+    first: dict[str, str] = {}
+    for name, (model_type, _) in ARCHITECTURES.items():
+        if name in FORMS:
+            first.setdefault(model_type, name)
+    return first | _OTHERS
+
+
+def metadata_of(architecture: str, spec: ModelSpec, config: Config) -> Metadata:
+    """The metadata of a model, with whole keys.
+
+    Args:
+        architecture: A key of `FORMS`.
+        spec: Its architecture.
+        config: Its config, as `text_config` returns it.
+    """
+    layer = _first(spec)
+    attention, norm = layer.attention, spec.norm
+    assert attention is not None
+    values: dict[str, Any] = {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": config.get("intermediate_size"),
+        "num_hidden_layers": len(spec.layers),
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rms_norm_eps": spec.norm_eps if norm == "rms" else None,
+    }
+    own: Metadata = {KEYS[name]: value for name, value in values.items() if value is not None}
+    own["vocab_size"] = spec.vocab_size
+    own["attention.value_length"] = attention.head_dim
+    if norm == "layer":
+        own["attention.layer_norm_epsilon"] = spec.norm_eps
+    own |= _rope(layer, config)
+    own |= _experts(architecture, spec, config)
+    own |= FORMS[architecture](spec, config)
+    return {f"{architecture}.{key}": value for key, value in own.items()}
+
+
+def _experts(architecture: str, spec: ModelSpec, config: Config) -> Metadata:
+    moe, layer = FAMILIES[config["model_type"]].moe, spec.layers[-1]
+    if moe is None or layer.routing is None:
+        return {}
+    found: Metadata = {
+        "expert_count": layer.num_experts,
+        "expert_used_count": layer.routing.experts_per_token,
+    }
+    if architecture not in _WITHOUT_SIZE:
+        found["expert_feed_forward_length"] = config[moe.inner_size]
+    if size := shared_size(config, moe):
+        found["expert_shared_feed_forward_length"] = size
+    return found
+
+
+def _rope(layer: LayerSpec, config: Config) -> Metadata:
+    """The rotary embedding of layers with full attention."""
+    if layer.rope is None:
+        return {}
+    parameters = rope_parameters(config, FULL)
+    found: Metadata = {
+        "rope.dimension_count": 2 * layer.rope.frequencies.size,
+        KEYS["rope_theta"]: float(parameters["rope_theta"]),
+    }
+    kind = rope_type(parameters)
+    if kind in ("linear", "yarn"):
+        found["rope.scaling.type"] = kind
+        found["rope.scaling.factor"] = float(parameters["factor"])
+    if kind == "longrope":
+        found["rope.scaling.type"] = kind
+    if kind != "yarn":
+        return found
+    original = parameters["original_max_position_embeddings"]
+    found["rope.scaling.original_context_length"] = original
+    for name, key in (
+        ("attention_factor", "yarn_attn_factor"),
+        ("beta_fast", "yarn_beta_fast"),
+        ("beta_slow", "yarn_beta_slow"),
+    ):
+        if parameters.get(name) is not None:
+            found[f"rope.scaling.{key}"] = float(parameters[name])
+    return found
+
+
+def rope_tensors(spec: ModelSpec, config: Config) -> dict[str, np.ndarray]:
+    """The divisors of rotary frequencies, float32 `[rotary_dim / 2]`, by the names of their
+    tensors; none if the metadata say them all."""
+    rope, parameters = _first(spec).rope, rope_parameters(config, FULL)
+    if rope is None:
+        return {}
+    if rope_type(parameters) == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": np.array(parameters[f"{kind}_factor"], np.float32)
+            for kind in ("long", "short")
+        }
+    if rope_type(parameters) != "llama3":
+        return {}
+    size = 2 * rope.frequencies.size
+    plain = parameters["rope_theta"] ** -(np.arange(0, size, 2) / size)
+    return {ROPE_FREQS: (plain / rope.frequencies).astype(np.float32)}
+
+
+def differences(own: Any, other: Any, name: str = "") -> Iterator[str]:
+    """The names of the properties in which two architectures differ, but for the names of classes
+    and the order of stored rows."""
+    if is_dataclass(own) and type(own) is type(other):
+        for field in fields(own):
+            if field.name not in ("architecture", "interleaved_rope"):
+                parts = getattr(own, field.name), getattr(other, field.name)
+                yield from differences(*parts, f"{name}.{field.name}".lstrip("."))
+    elif isinstance(own, tuple) and isinstance(other, tuple) and len(own) == len(other):
+        for index, parts in enumerate(zip(own, other, strict=True)):
+            yield from differences(*parts, f"{name}[{index}]")
+    elif not _is_equal(own, other, name):
+        yield name
+
+
+def _is_equal(own: Any, other: Any, name: str) -> bool:
+    if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
+        return own.shape == other.shape and np.allclose(own, other, _TOLERANCE, 0.0)
+    if type(own) is float and type(other) is float:
+        tolerance = _EMBEDDING_TOLERANCE if name == "embedding_scale" else _TOLERANCE
+        return math.isclose(own, other, rel_tol=tolerance)
+    return bool(own == other)
