@@ -55,6 +55,7 @@ def _computed(what: str, path: Path, data: str) -> np.ndarray:
         input=data,
         capture_output=True,
         text=True,
+        errors="replace",  # its log cuts tokens within characters
     )
     assert process.returncode == 0, process.stderr[-1000:]
     found: np.ndarray = np.load(target)

@@ -233,10 +233,13 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert captured.out == f"{target}\n" and "relative error" in captured.err
 
 
-def test_the_command_refuses_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gguf_models import write_folder
+def test_the_command_refuses_a_folder_without_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gguf_models import SIZES, write_folder
 
-    folder = write_folder(tmp_path / "m", make_tensors("llama"), model_type="llama")
-    assert run(str(folder), str(tmp_path / "new.gguf")) == main.USAGE_ERROR
+    sizes = {**SIZES, "max_position_embeddings": 256}
+    folder = write_folder(tmp_path / "m", make_tensors("llama"), **sizes)
+    assert run(str(folder), str(tmp_path / "new.gguf")) != 0
     error = capsys.readouterr().err
-    assert "is a folder; `quantize` reads GGUF files" in error and error.count("\n") == 1
+    assert "there is no tokenizer that a GGUF file can hold" in error and error.count("\n") == 1

@@ -19,7 +19,9 @@ _CHECK_TOKENS = 16
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Name or path of a model: a GGUF file, or a folder.")],
+    model: Annotated[
+        str, typer.Argument(help="Name or path of a model: a GGUF file, or a folder.")
+    ],
     out: Annotated[Path, typer.Argument(help="The new GGUF file.")],
     format: Annotated[
         str,
@@ -119,8 +121,11 @@ def quantize(
             texts = ptq161.calibration_texts(calibrate)
             summary = ptq161.quantize_gguf(source, out, texts, **training, **common)
         else:
+            common |= {"importance": importance, "keep_packed": is_folder}
             file = FolderFile(checkpoint) if is_folder else source
-            summary = quantize_file(file, out, format, importance=importance, **common)
+            summary = quantize_file(file, out, format, **common)
+            if isinstance(file, FolderFile) and file.method is not None:
+                note(_requantised(file.method, file.packed, summary.formats))
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:
@@ -136,6 +141,13 @@ def quantize(
     if text is not None:
         note(f"{prompt}{text}")
     print(out)
+
+
+def _requantised(method: str, packed: dict[str, int], written: dict[str, int]) -> str:
+    """What became of the weights of a quantised repository."""
+    kept = [name for name, count in sorted(packed.items()) if written.get(name, 0) >= count]
+    rest = f", but for those that are kept in {', '.join(kept)}" if kept else ""
+    return f"the repository is quantised ({method}): its weights were rounded again{rest}"
 
 
 def _importance(

@@ -81,6 +81,7 @@ def quantize_file(
     progress: Progress = lambda done, total, name: None,
     given: Mapping[str, Weight] | None = None,
     importance: Mapping[str, np.ndarray] = MappingProxyType({}),
+    keep_packed: bool = False,
 ) -> Summary:
     """Write the model of a GGUF file to another one in another format.
 
@@ -96,6 +97,8 @@ def quantize_file(
             float32 `[in_features]`, `[experts, in_features]` or, as older files have it,
             `[experts * in_features]`. Matrices without one are rounded as without an importance
             matrix.
+        keep_packed: Whether matrices that are packed, in a format of GGUF and in no more bits per
+            weight than in theirs of the new file, stay as they are.
 
     Raises:
         InvalidRequestError: The format is unknown, the target cannot be written, or an importance
@@ -114,8 +117,8 @@ def quantize_file(
     ]
     if factors:
         raise CheckpointError(
-            f"{file.path}: {factors[0]!r} is a factor of a quantised weight; use a file whose weights"
-            " have no factors of their own"
+            f"{file.path}: {factors[0]!r} is a factor of a quantised weight; use a file whose"
+            " weights have no factors of their own"
         )
     check_source(file)
     importance = {
@@ -124,7 +127,10 @@ def quantize_file(
         if name in file.tensors
     }
     mixed = mixed_formats(format, file.tensors, file.metadata) if format in MIXES else {}
-    plan = {info.name: _planned(info, mixed.get(info.name, base)) for info in file.tensors.values()}
+    plan = {
+        info.name: _planned(info, mixed.get(info.name, base), keep_packed)
+        for info in file.tensors.values()
+    }
     errors = _Errors()
     stored = _stored(file, given or {}, plan, errors)
     header, offsets, size = _header(file, plan, format)
@@ -252,7 +258,7 @@ def is_written(name: str, shape: tuple[int, ...]) -> bool:
     return is_matrix and not any(part in name for part in _KEPT)
 
 
-def _planned(info: TensorInfo, format: str) -> TensorInfo:
+def _planned(info: TensorInfo, format: str, keep_packed: bool) -> TensorInfo:
     """The tensor in the format in which it is written."""
     if not is_written(info.name, info.shape):
         return info
@@ -264,6 +270,9 @@ def _planned(info: TensorInfo, format: str) -> TensorInfo:
     if info.shape[-1] % BLOCKS[format][0]:
         format = "F16"
     num_bytes = math.prod(info.shape[:-1]) * row_bytes(format, info.shape[-1])
+    is_packed = info.format in FORMATS and info.format not in DTYPES
+    if keep_packed and is_packed and info.num_bytes <= num_bytes:
+        return info
     return replace(info, format=format, num_bytes=num_bytes)
 
 

@@ -33,6 +33,7 @@ from anydecode.models.loading.gguf_names import (
 )
 from anydecode.models.loading.gguf_rope import stored_order
 from anydecode.models.loading.lazy import Reader
+from anydecode.models.loading.quantized import settings_of
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.quantization.gguf import entry, is_written
 from anydecode.quantization.gguf_forms import (
@@ -57,8 +58,8 @@ class FolderFile(GGUFFile):
         checkpoint: The model, opened from a folder.
 
     Attributes:
-        num_quantised: The number of tensors by the format in which the repository has them, of
-            those whose format GGUF does not have.
+        packed: The number of packed tensors by their format in the repository.
+        method: The method by which the repository is quantised; None: it is not.
 
     Raises:
         CheckpointError: GGUF files have no form for the model. The message is one line.
@@ -82,9 +83,10 @@ class FolderFile(GGUFFile):
         self._readers: dict[str, Reader] = {}
         self._add_tensors()
         self.tensors = {name: self._info(name) for name in self._readers}
-        self.num_quantised = Counter(
-            info.format for info in self.tensors.values() if is_packed(info.format)
-        )
+        formats = (info.format for info in self.tensors.values())
+        self.packed = Counter(format for format in formats if is_packed(format))
+        settings = settings_of(self.path, checkpoint.config, checkpoint.tensors)
+        self.method = None if settings is None else str(settings.get("quant_method"))
         self.metadata = self._metadata()
         self._check()
 

@@ -54,7 +54,7 @@ def _windows(spec: ModelSpec, config: Config) -> Metadata:
 
 def _phi3(spec: ModelSpec, config: Config) -> Metadata:
     parameters = rope_parameters(config, FULL)
-    original, longest = parameters["original_max_position_embeddings"], config["max_position_embeddings"]
+    original = parameters["original_max_position_embeddings"]
     found: Metadata = {
         "attention.sliding_window": _window(spec) or 0,
         "rope.scaling.original_context_length": original,
@@ -62,7 +62,7 @@ def _phi3(spec: ModelSpec, config: Config) -> Metadata:
     if rope_type(parameters) == "longrope":
         factor = parameters.get("attention_factor")
         if factor is None:
-            scale = longest / original
+            scale = config["max_position_embeddings"] / original
             factor = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
         found["rope.scaling.attn_factor"] = float(factor)
     return found
@@ -91,7 +91,12 @@ def _gpt_oss(spec: ModelSpec, config: Config) -> Metadata:
 
 
 def _granite(spec: ModelSpec, config: Config) -> Metadata:
-    names = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    names = (
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    )
     keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
     return {
         key: float(config[name])

@@ -1,0 +1,362 @@
+"""Folders of safetensors that `anydecode quantize` writes as GGUF files, against `transformers` and
+llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from anydecode import LLM
+from anydecode.cli import main
+from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import dequantize
+from anydecode.kernels.interface import Weight
+from anydecode.models.loading import load_checkpoint
+from anydecode.models.loading.gguf_file import GGUFFile
+from anydecode.models.tokenizers import HFTokenizer
+from anydecode.quantization import gguf_folder
+from anydecode.quantization.gguf import quantize_file
+from anydecode.quantization.gguf_folder import FolderFile
+from anydecode.quantization.gguf_forms import architectures
+from llama_cpp_logits import GELU_MARGIN, llama_cpp_logits, llama_cpp_tokens
+from quantized_parts import CASES as LAYOUTS
+from tiny_models import built, chain, hf_logits, hf_model, logits
+from tokenizer_files import MARKS, SPLITS, strings, trained, write_tokenizer
+
+TOKENS = [(7 * i + 3) % 131 for i in range(24)]
+VOCAB = 1000
+SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+LLAMA_3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG = [1.0 + 0.3 * i for i in range(6)]
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 16,
+}
+#: Layouts of quantised matrices, and those whose blocks are GGUF's, without a factor or an order.
+QUANTISED = (
+    *("gptq", "gptq, order", "gptq 8 bits, order", "awq", "fp8 of Qwen3", "fp8 of Mistral"),
+    *("mxfp4", "nvfp4", "bitsandbytes nf4", "packed int4", "int8", "modelopt fp8"),
+)
+KEPT = ("gptq", "awq", "mxfp4", "packed int4", "int8")
+#: Of random models in Q8_0, by `mean_error`.
+PACKED_ERROR = 0.2
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6}
+
+
+@dataclass
+class Case:
+    """A model of `transformers`: the prefix of its classes and its settings. The GELU of llama.cpp
+    is less exact."""
+
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    has_gelu: bool = False
+
+
+CASES = {
+    "llama": Case("Llama", {"rope_parameters": LLAMA_3}),
+    "llama biases": Case("Llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    "llama linear": Case(
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    ),
+    "mistral": Case("Mistral", {"sliding_window": None}),
+    "mixtral": Case(
+        "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
+    "smollm3": Case("SmolLM3", {"num_hidden_layers": 4, "use_sliding_window": False}),
+    "qwen2": Case("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Case("Qwen3", {"head_dim": 16}),
+    "qwen3moe": Case("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen2moe": Case("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "olmoe": Case("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "gemma": Case("Gemma", {"head_dim": 16}, has_gelu=True),
+    "gemma2": Case("Gemma2", GEMMA, has_gelu=True),
+    "gemma3": Case("Gemma3", {**GEMMA, "num_hidden_layers": 7}, has_gelu=True),
+    "phi3": Case(
+        "Phi3",
+        {
+            "sliding_window": None,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "short_factor": LONG,
+                "long_factor": LONG,
+            },
+        },
+    ),
+    "gpt-oss": Case(
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "intermediate_size": 64,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "olmo2": Case("Olmo2"),
+    "olmo3": Case("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "seed_oss": Case("SeedOss", {"head_dim": 16}),
+    "exaone4": Case("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "granite": Case(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "starcoder2": Case("Starcoder2", has_gelu=True),
+    "arcee": Case("Arcee"),
+    "cohere": Case("Cohere", {"logit_scale": 0.3}),
+    "cohere2": Case("Cohere2", {"logit_scale": 0.3, "sliding_window": 6, "num_hidden_layers": 4}),
+}
+
+
+def folder_of(case: str, path: Path, kind: str = "gpt-2", **settings: Any) -> tuple[Any, Path]:
+    """A random model of `transformers`, and its repository with a tokenizer."""
+    found = CASES[case]
+    model = hf_model(found.family, **{**SIZES, **found.settings, **settings})
+    folder = path / "repository"
+    model.save_pretrained(folder)
+    write_tokenizer(folder, kind)
+    return model, folder
+
+
+def written(folder: Path, format: str = "f32") -> Path:
+    out = folder.parent / f"{format}.gguf"
+    quantize_file(FolderFile(load_checkpoint(folder)), out, format)
+    return out
+
+
+def error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max())
+
+
+def mean_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The mean error, by the mean size of logits: in some rows other experts may be chosen."""
+    return float(np.abs(found - expected).mean() / np.abs(expected).mean())
+
+
+def test_every_architecture_has_a_case() -> None:
+    own = {"command-r" if name == "cohere" else name.split()[0] for name in CASES}
+    assert set(architectures().values()) <= own
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_written_folder_is_the_same_model(case: str, tmp_path: Path) -> None:
+    model, folder = folder_of(case, tmp_path)
+    expected = hf_logits(model, TOKENS)
+    path = written(folder)
+    assert error(logits(built(load_checkpoint(path)), chain(TOKENS)), expected) < 1e-4
+    packed = written(folder, "q8_0")
+    check_packed(GGUFFile(path), GGUFFile(packed))
+    found = logits(built(load_checkpoint(packed)), chain(TOKENS))
+    assert 0 < mean_error(found, expected) < PACKED_ERROR
+
+
+def check_packed(exact: GGUFFile, packed: GGUFFile) -> None:
+    """Every matrix is that of the exact file, rounded in blocks of 32, and other tensors are."""
+    assert list(packed.tensors) == list(exact.tensors)
+    assert {info.format for info in packed.tensors.values()} == {"F32", "Q8_0"}
+    for name in exact.tensors:
+        values, other = exact.read(name), packed.read(name)
+        assert isinstance(values, np.ndarray)
+        if not isinstance(other, Weight):
+            assert np.array_equal(values, other)
+            continue
+        blocks = values.reshape(-1, 32)
+        step = np.abs(blocks).max(1, keepdims=True) / 127
+        assert (np.abs(dequantize(other).reshape(-1, 32) - blocks) < 0.6 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_has_the_same_logits(case: str, tmp_path: Path) -> None:
+    model, folder = folder_of(case, tmp_path)
+    expected = hf_logits(model, TOKENS)
+    margin = GELU_MARGIN if CASES[case].has_gelu else 2e-5 * float(np.abs(expected).max())
+    assert error(llama_cpp_logits(written(folder), TOKENS), expected) < margin
+    packed = llama_cpp_logits(written(folder, "q8_0"), TOKENS)
+    assert 0 < mean_error(packed, expected) < PACKED_ERROR
+
+
+@pytest.mark.parametrize(
+    "case, name, wrong",
+    [
+        ("llama", "INTERLEAVED", ()),
+        ("gemma", "has_one_added", lambda *names: False),
+        ("llama", "rope_tensors", lambda *parts: {}),
+    ],
+)
+def test_a_wrong_twin_is_noticed(
+    case: str, name: str, wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of queries and keys that are not moved, norms without 1, and rope factors left out: the
+    last is refused, because the metadata describe another model."""
+    model, folder = folder_of(case, tmp_path)
+    monkeypatch.setattr(gguf_folder, name, wrong)
+    if name == "rope_tensors":
+        with pytest.raises(CheckpointError, match=r"no form for this model's layers\[0\]\.rope"):
+            written(folder)
+        return
+    found = logits(built(load_checkpoint(written(folder))), chain(TOKENS))
+    assert error(found, hf_logits(model, TOKENS)) > 0.1
+
+
+@pytest.mark.parametrize("kind", [*SPLITS, *MARKS])
+def test_tokens_are_those_of_the_repository(kind: str, tmp_path: Path) -> None:
+    """Wrong twin: the pre-tokenizer of another name, or a text that does not begin with a space."""
+    _, folder = folder_of("llama", tmp_path, kind, num_hidden_layers=1)
+    file = GGUFFile(written(folder))
+    source = HFTokenizer.from_folder(folder)
+    assert source is not None
+    texts = strings(1)
+    expected = [source.encode(text) for text in texts]
+    assert len(set(map(tuple, expected))) > 250
+    own = HFTokenizer.from_gguf(file.metadata)
+    assert [own.encode(text) for text in texts] == expected
+    assert own.encode("a<tool><|im_end|>") == source.encode("a<tool><|im_end|>")
+    assert own.eos_ids >= source.eos_ids and own.bos_id == source.bos_id
+    assert own.chat_template == source.chat_template
+    assert [own.decode(ids) for ids in expected] == [source.decode(ids) for ids in expected]
+    if kind in SPLITS:
+        assert file.metadata["tokenizer.ggml.pre"] == SPLITS[kind][1]
+    name = "pre" if kind in SPLITS else "add_space_prefix"
+    other = "bloom" if kind in SPLITS else not MARKS[kind]
+    twin = HFTokenizer.from_gguf({**file.metadata, f"tokenizer.ggml.{name}": other})
+    assert [twin.encode(text) for text in texts] != expected
+
+
+@pytest.mark.parametrize("kind", [*SPLITS, *MARKS])
+def test_llama_cpp_has_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    _, folder = folder_of("llama", tmp_path, kind, num_hidden_layers=1)
+    source = HFTokenizer.from_folder(folder)
+    assert source is not None
+    texts = strings(2)
+    found = llama_cpp_tokens(written(folder), texts)
+    assert found == [source.encode(text) for text in texts]
+
+
+def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The text is that of the folder, and an existing file stays."""
+    num_tokens = trained("gpt-2").get_vocab_size()
+    _, folder = folder_of("llama", tmp_path, vocab_size=num_tokens)
+    out = tmp_path / "new.gguf"
+    arguments = ["quantize", str(folder), str(out), "--format", "f32", "--prompt", "the cat"]
+    assert run([*arguments, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["num_bytes"] == out.stat().st_size and summary["error"] == 0
+    with LLM(str(folder), dtype="float32") as llm:
+        assert summary["text"] == llm.generate("the cat", max_tokens=16).text != ""
+    assert run(arguments) == main.USAGE_ERROR
+    assert "exists" in capsys.readouterr().err
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main.run(arguments)
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_repository_is_written_from_its_values(name: str, tmp_path: Path) -> None:
+    """Matrices that are packed in a format of GGUF stay as they are where the new format has as
+    many bits."""
+    case = LAYOUTS[name]
+    model, folder = folder_of("llama", tmp_path, hidden_size=128, intermediate_size=256)
+    tensors = load_file(folder / "model.safetensors")
+    for layer_name in [x for x in tensors if "_proj.weight" in x]:
+        parts, values = case.write(tensors.pop(layer_name), **case.options)
+        module = layer_name.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": value for part, value in parts.items()}
+        model.get_parameter(layer_name).data.copy_(torch_of(values))
+    save_file(tensors, folder / "model.safetensors")
+    add_to_config(folder, quantization_config=case.settings)
+    expected = hf_logits(model, TOKENS)
+    read = logits(built(load_checkpoint(folder), "float32"), chain(TOKENS))
+    source = FolderFile(load_checkpoint(folder))
+    assert source.method == case.settings["quant_method"]
+    paths = [tmp_path / "all.gguf", tmp_path / "kept.gguf"]
+    for path, keep_packed in zip(paths, (False, True), strict=True):
+        quantize_file(source, path, "f32", keep_packed=keep_packed)
+        found = logits(built(load_checkpoint(path), "float32"), chain(TOKENS))
+        assert error(found, read) < 1e-4
+        assert error(found, expected) < 2e-2 * np.abs(expected).max()
+    formats = {info.format for info in GGUFFile(paths[0]).tensors.values()}
+    assert formats == {"F32"}
+    kept = {info.format for info in GGUFFile(paths[1]).tensors.values()} - {"F32"}
+    assert kept == ({case.format} if name in KEPT else set())
+
+
+def in_mxfp4(folder: Path, model: Any) -> dict[str, np.ndarray]:
+    """Replace the experts of gpt-oss by random ones in MXFP4: byte i of 16 has the values 2i, in
+    its low half, and 2i + 1."""
+    tensors = load_file(folder / "model.safetensors")
+    generator, numbers = np.random.default_rng(7), np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = np.concatenate((numbers, -numbers))
+    for name in [x for x in tensors if x.endswith(("gate_up_proj", "down_proj"))]:
+        count, columns, rows = tensors.pop(name).shape
+        blocks = generator.integers(0, 256, (count, rows, columns // 32, 16), np.uint8)
+        scales = generator.integers(121, 126, blocks.shape[:-1], np.uint8)
+        values = np.stack((numbers[blocks & 15], numbers[blocks >> 4]), -1)
+        values = values.reshape(*scales.shape, 32) * 2.0 ** (scales[..., None].astype(int) - 127)
+        values = values.reshape(count, rows, columns).swapaxes(1, 2)
+        model.get_parameter(name).data.copy_(torch_of(values))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    add_to_config(folder, quantization_config={"quant_method": "mxfp4"})
+    return tensors
+
+
+def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
+    """Wrong twin: halves of bytes in the order of safetensors, not values i and i + 16."""
+    model, folder = folder_of("gpt-oss", tmp_path)
+    tensors = in_mxfp4(folder, model)
+    path = tmp_path / "new.gguf"
+    quantize_file(FolderFile(load_checkpoint(folder)), path, "bf16", keep_packed=True)
+    file = GGUFFile(path)
+    for layer in range(3):
+        blocks = tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_blocks"][:, 1::2]
+        scales = tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj_scales"][:, 1::2]
+        stored = file.read(f"blk.{layer}.ffn_up_exps.weight")
+        assert isinstance(stored, Weight) and stored.format == "MXFP4"
+        halves = np.stack((blocks & 15, blocks >> 4), -1).reshape(*scales.shape, 2, 16)
+        packed = halves[..., 0, :] | halves[..., 1, :] << 4
+        found = stored.data.reshape(*scales.shape, 17)
+        assert np.array_equal(found, np.concatenate((scales[..., None], packed), -1))
+        assert not np.array_equal(found[..., 1:], blocks)
+    expected = hf_logits(model, TOKENS)
+    assert error(logits(built(load_checkpoint(written(folder))), chain(TOKENS)), expected) < 1e-4
+    assert mean_error(llama_cpp_logits(path, TOKENS), expected) < PACKED_ERROR
+
+
+def add_to_config(folder: Path, **settings: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+
+
+def torch_of(values: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
