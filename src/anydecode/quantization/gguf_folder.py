@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.formats import DTYPES, dequantize, in_order, is_packed
+from anydecode.kernels.formats import DTYPES, dequantize, is_packed
 from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.advice import listed
@@ -22,6 +22,7 @@ from anydecode.models.families.experts import read_experts
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import layer_config
 from anydecode.models.families.weights import TensorReader
+from anydecode.models.files import untrusted
 from anydecode.models.loading.gguf import open_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_names import (
@@ -68,6 +69,11 @@ class FolderFile(GGUFFile):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = checkpoint.path
         self._checkpoint = checkpoint
+        with untrusted(self.path):
+            self._open()
+
+    def _open(self) -> None:
+        checkpoint = self._checkpoint
         self._config = text_config(checkpoint.config)
         self._spec = spec_from_config(checkpoint.config)
         known = architectures()
@@ -270,7 +276,6 @@ def _plain(tensor: np.ndarray | Weight) -> np.ndarray | Weight:
     with its inputs in order."""
     if not isinstance(tensor, Weight):
         return tensor if tensor.dtype in DTYPES.values() else tensor.astype(np.float32)
-    weight = in_order(tensor)
-    if weight.scale != 1.0 or weight.columns is not None:
-        return dequantize(weight)
-    return weight if is_packed(weight.format) else weight.data
+    if tensor.scale != 1.0 or tensor.order is not None:
+        return dequantize(tensor)
+    return tensor if is_packed(tensor.format) else tensor.data
