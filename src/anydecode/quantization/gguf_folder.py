@@ -159,12 +159,15 @@ class FolderFile(GGUFFile):
         names = {own: usual for usual, own in self._family.names.items()}
         start = next((x for x in tensors if x.endswith("embed_tokens.weight")), "model.embed")
         prefix = start[: start.index("embed")]
+        num_further = self._config.get("num_nextn_predict_layers") or 0
         is_tied = bool(self._config.get("tie_word_embeddings"))
         for full in tensors:
             name = full.removeprefix(prefix)
             match = _LAYER.fullmatch(name)
             if name.endswith(_BUFFERS) or (full == "lm_head.weight" and is_tied):
                 continue
+            if match is not None and len(layers) <= int(match[1]) < len(layers) + num_further:
+                continue  # llama.cpp needs no layers that predict further tokens
             if match is None:
                 target = self._outer(name)
                 outer[target] = self._reader(full, target, None)

@@ -17,6 +17,7 @@ from anydecode.models.families.rope import rope_type
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_drafters import KEYS, ROPE_FREQS
+from anydecode.models.loading.gguf_experts import SIGMOID
 from anydecode.models.loading.gguf_keys import ARCHITECTURES
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.quantization.gguf import Value
@@ -111,12 +112,42 @@ def _cohere(spec: ModelSpec, config: Config) -> Metadata:
     return found if window is None else {**found, "attention.sliding_window": window}
 
 
+def _olmo(spec: ModelSpec, config: Config) -> Metadata:
+    limit = config.get("clip_qkv")
+    return {} if limit is None else {"attention.clamp_kqv": float(limit)}
+
+
+def _stablelm(spec: ModelSpec, config: Config) -> Metadata:
+    return {"use_parallel_residual": spec.layers[0].is_parallel}
+
+
+def _ministral3(spec: ModelSpec, config: Config) -> Metadata:
+    """The growth of queries, and of the factor that YaRN has."""
+    parameters = rope_parameters(config, FULL)
+    keys = {
+        "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+        "attention.temperature_scale": "llama_4_scaling_beta",
+    }
+    return {key: float(parameters[x]) for key, x in keys.items() if parameters.get(x) is not None}
+
+
+def _beside_shared(spec: ModelSpec, config: Config) -> Metadata:
+    """Experts beside shared ones, behind the first layers, with sigmoid scores."""
+    return {
+        "expert_shared_count": int(config["n_shared_experts"]),
+        "leading_dense_block_count": int(config["first_k_dense_replace"]),
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": bool(config["norm_topk_prob"]),
+        "expert_gating_func": SIGMOID,
+    }
+
+
 #: The architectures that can be written.
 FORMS: dict[str, Form] = {
     **dict.fromkeys(
         (
             *("llama", "smollm3", "qwen2", "qwen3", "qwen3moe", "qwen2moe", "olmoe", "gemma"),
-            *("seed_oss", "starcoder2", "arcee"),
+            *("seed_oss", "starcoder2", "arcee", "glm4", "chatglm", "ernie4_5", "nemotron", "phi2"),
         ),
         _none,
     ),
@@ -129,6 +160,10 @@ FORMS: dict[str, Form] = {
     "granite": _granite,
     "command-r": _cohere,
     "cohere2": _cohere,
+    "olmo": _olmo,
+    "stablelm": _stablelm,
+    "mistral3": _ministral3,
+    **dict.fromkeys(("glm4moe", "dots1"), _beside_shared),
 }
 #: Families whose files have the architecture of another one.
 _OTHERS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}

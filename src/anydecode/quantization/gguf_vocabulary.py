@@ -73,7 +73,7 @@ def vocabulary(tokenizer: HFTokenizer, num_rows: int, source: str) -> dict[str, 
     if _is_byte_level(state):
         found = {
             "tokenizer.ggml.model": "gpt2",
-            **_pre_tokenizer(tokenizer.backend, bool(model.get("ignore_merges")), source),
+            **_pre_tokenizer(tokenizer.backend, model, source),
             "tokenizer.ggml.tokens": tokens,
             "tokenizer.ggml.token_type": types,
             "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
@@ -135,8 +135,12 @@ def _parts(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     return [x for part in step[key] for x in _parts(part, key)] if key in step else [step]
 
 
-def _pre_tokenizer(backend: Tokenizer, ignores: bool, source: str) -> dict[str, Value]:
-    """The name of the rule that splits texts as `backend` does."""
+def _pre_tokenizer(backend: Tokenizer, model: dict[str, Any], source: str) -> dict[str, Value]:
+    """The name of the rule that splits texts as `backend` does. Where there are no merges, it is
+    of no account."""
+    ignores = bool(model.get("ignore_merges"))
+    if not model["merges"]:
+        return {"tokenizer.ggml.pre": "default"}
     texts = [unicodedata.normalize("NFC", text) for text in _strings()]
     own = [_split(backend.pre_tokenizer, text) for text in texts]
     is_nfc = "NFC" in str(backend.normalizer)

@@ -13,7 +13,7 @@ from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
-_SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
+_SOFTMAX, SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KV_HEADS, _DIVISORS = "num_key_value_heads", ("short_factor", "long_factor")
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -61,7 +61,7 @@ def qwen2_moe(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def _require_sigmoid(keys: Keys) -> None:
-    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
         name = keys.architecture
         raise CheckpointError(f"{keys.file.path}: experts of {name} without sigmoid scores")
 
@@ -336,7 +336,7 @@ def cohere2_moe(keys: Keys, config: dict[str, Any]) -> None:
     if "rms_norm_eps" in config:
         config["model_type"] = "cohere2_moe_rms"
     dense, is_sigmoid = config["intermediate_size"], True
-    if keys.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
         is_sigmoid = False
     config |= {
         "logit_scale": keys.number("logit_scale"),
@@ -468,11 +468,11 @@ def deepseek(keys: Keys, config: dict[str, Any]) -> None:
     file = keys.file
     _latent(keys, config)
     gating = keys.get("expert_gating_func", 0)
-    if gating not in (0, _SOFTMAX, _SIGMOID):
+    if gating not in (0, _SOFTMAX, SIGMOID):
         raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
     # Only V3 has selection biases; its first files lack the key.
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-    _deepseek_experts(keys, config, gating == _SIGMOID or (not gating and has_bias))
+    _deepseek_experts(keys, config, gating == SIGMOID or (not gating and has_bias))
 
 
 def sparse_deepseek(keys: Keys, config: dict[str, Any]) -> None:
