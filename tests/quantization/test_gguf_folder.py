@@ -402,6 +402,21 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
     assert mean_error(llama_cpp_logits(path, TOKENS), expected) < PACKED_ERROR
 
 
+def test_the_command_says_what_became_of_quantised_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model, folder = folder_of("gpt-oss", tmp_path, **sizes)
+    in_mxfp4(folder, model)
+    for format, what in (("q8_0", "stay in MXFP4"), ("q2_k", "were written again from their")):
+        out = tmp_path / f"{format}.gguf"
+        assert run(["quantize", str(folder), str(out), "--format", format, "--prompt", ""]) == 0
+        assert f"quantised (mxfp4): its weights {what}" in capsys.readouterr().err
+    arguments = ["quantize", str(folder), str(tmp_path / "x.gguf"), "--calibrate", __file__]
+    assert run([*arguments, "--format", "q4_k"]) == main.USAGE_ERROR
+    assert "calibration reads GGUF files" in capsys.readouterr().err
+
+
 def add_to_config(folder: Path, **settings: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **settings}))

@@ -146,8 +146,11 @@ def quantize(
 def _requantised(method: str, packed: dict[str, int], written: dict[str, int]) -> str:
     """What became of the weights of a quantised repository."""
     kept = [name for name, count in sorted(packed.items()) if written.get(name, 0) >= count]
-    rest = f", but for those that are kept in {', '.join(kept)}" if kept else ""
-    return f"the repository is quantised ({method}): its weights were rounded again{rest}"
+    what = f"stay in {', '.join(kept)}"
+    if not kept or len(kept) < len(packed):
+        rest = f", but for those that {what}" if kept else ""
+        what = f"were written again from their values{rest}"
+    return f"the repository is quantised ({method}): its weights {what}"
 
 
 def _importance(

@@ -179,6 +179,8 @@ class FolderFile(GGUFFile):
                 if layer not in layers:
                     raise self._without_form(full)
                 layers[layer][target] = self._reader(full, target, layer)
+        if not is_tied and "output.weight" not in outer:
+            raise CheckpointError(f"{self.path}: tensor lm_head.weight is missing")
         for layer, found in layers.items():
             if self._spec.layers[layer].num_experts:
                 found |= self._expert_readers(layer)
