@@ -36,7 +36,7 @@ SPLITS = {
     "qwen 2": (_LLAMA_3.replace("{1,3}", ""), "qwen2"),
 }
 #: Kinds with marks for spaces: whether a text begins with one.
-MARKS = {"llama 2": True, "gemma": False}
+MARKS = {"llama 2": True, "llama 2, metaspace": True, "gemma": False}
 
 
 def strings(seed: int, count: int = 300) -> list[str]:
@@ -52,9 +52,16 @@ def trained(kind: str) -> Tokenizer:
     """A tokenizer of one of `SPLITS` or `MARKS`."""
     has_marks = kind in MARKS
     ignores = kind == "llama 3"
-    model = models.BPE(byte_fallback=has_marks, ignore_merges=ignores, fuse_unk=has_marks)
+    model = models.BPE(
+        byte_fallback=has_marks,
+        ignore_merges=ignores,
+        fuse_unk=has_marks,
+        unk_token="<unk>" if has_marks else None,
+    )
     tokenizer = Tokenizer(model)
-    special = [*SPECIAL, *(f"<0x{i:02X}>" for i in range(256))] if has_marks else list(SPECIAL)
+    special, bytes_ = list(SPECIAL), [f"<0x{i:02X}>" for i in range(256)]
+    if has_marks:
+        special += ["<unk>", *bytes_]
     alphabet = [] if has_marks else pre_tokenizers.ByteLevel.alphabet()
     if has_marks:
         steps: list[Any] = [normalizers.Replace(" ", "▁")]
@@ -85,10 +92,14 @@ def trained(kind: str) -> Tokenizer:
     )
     state = json.loads(tokenizer.to_str())
     if has_marks:  # they are bytes, no special tokens
-        state["added_tokens"] = state["added_tokens"][: len(SPECIAL)]
+        state["added_tokens"] = state["added_tokens"][: len(SPECIAL) + 1]
         state["pre_tokenizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    if kind == "llama 2, metaspace":
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    own = ["<tool>", "\n\n"] if kind == "gemma" else ["<tool>"]
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in own])
     if kind != "qwen 2":
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]

@@ -258,6 +258,12 @@ def test_a_wrong_twin_is_noticed(
     assert error(found, hf_logits(model, TOKENS)) > 0.1
 
 
+def texts_of(kind: str, seed: int) -> list[str]:
+    """The kind Metaspace puts no space in front of one, where llama.cpp does."""
+    texts = strings(seed)
+    return [text.lstrip(" ") for text in texts] if kind.endswith("metaspace") else texts
+
+
 @pytest.mark.parametrize("kind", [*SPLITS, *MARKS])
 def test_tokens_are_those_of_the_repository(kind: str, tmp_path: Path) -> None:
     """Wrong twin: the pre-tokenizer of another name, or a text that does not begin with a space."""
@@ -265,7 +271,7 @@ def test_tokens_are_those_of_the_repository(kind: str, tmp_path: Path) -> None:
     file = GGUFFile(written(folder))
     source = HFTokenizer.from_folder(folder)
     assert source is not None
-    texts = strings(1)
+    texts = texts_of(kind, 1)
     expected = [source.encode(text) for text in texts]
     assert len(set(map(tuple, expected))) > 250
     own = HFTokenizer.from_gguf(file.metadata)
@@ -287,7 +293,7 @@ def test_llama_cpp_has_the_same_tokens(kind: str, tmp_path: Path) -> None:
     _, folder = folder_of("llama", tmp_path, kind, num_hidden_layers=1)
     source = HFTokenizer.from_folder(folder)
     assert source is not None
-    texts = strings(2)
+    texts = texts_of(kind, 2)
     found = llama_cpp_tokens(written(folder), texts)
     assert found == [source.encode(text) for text in texts]
 
