@@ -1,4 +1,4 @@
-"""Writes a GGUF file again with its matrices in another format.
+"""Writes a GGUF file, or a folder that is read as one, with its matrices in another format.
 
 The metadata and the names of tensors stay, so that every program that reads the source reads the
 result. Vectors, routers, convolutions, tables of positions and the matrices of gates of recurrent
