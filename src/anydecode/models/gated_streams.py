@@ -51,16 +51,3 @@ class StreamGates:
             share = backend.activate(self.factors.apply(backend, normed), "sigmoid")
             factors = backend.scale(share, 2.0)
         return mean_of_streams(backend, gated, spec), factors
-
-
-@dataclass(eq=False)
-class GatedSublayers:
-    """The gates before the two sublayers of a layer."""
-
-    mixer: StreamGates
-    mlp: StreamGates
-
-    @property
-    def matrices(self) -> list[Weight]:
-        """Every matrix."""
-        return [*self.mixer.matrices, *self.mlp.matrices]

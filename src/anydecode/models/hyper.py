@@ -86,16 +86,3 @@ class HyperWeights:
 def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
     """The mean of the streams in place of the first one; the others are zero (GLM-5.3)."""
     return as_first_stream(backend, mean_of_streams(backend, streams, spec), spec)
-
-
-@dataclass(eq=False)
-class HyperConnections:
-    """The hyper-connections of a layer's two sublayers."""
-
-    mixer: HyperWeights
-    mlp: HyperWeights
-
-    @property
-    def matrices(self) -> list[Weight]:
-        """Every matrix."""
-        return [*self.mixer.matrices, *self.mlp.matrices]

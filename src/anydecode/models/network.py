@@ -40,8 +40,8 @@ from anydecode.models.attention_experts import AttentionExperts
 from anydecode.models.block_residuals import BlockResiduals, weighted_sum, with_stream
 from anydecode.models.convolved_attention import ConvolvedAttention
 from anydecode.models.differential import DifferentialWeights
-from anydecode.models.gated_streams import GatedSublayers, StreamGates
-from anydecode.models.hyper import HyperConnections, HyperWeights, mean_stream
+from anydecode.models.gated_streams import StreamGates
+from anydecode.models.hyper import HyperWeights, mean_stream
 from anydecode.models.key_bias import KeyBias
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
@@ -65,6 +65,7 @@ from anydecode.models.states import StateWeights
 from anydecode.models.streams import (
     StreamBlock,
     StreamProjections,
+    Sublayers,
     as_first_stream,
     equal_streams,
 )
@@ -395,9 +396,9 @@ class LayerWeights:
     latent: LatentWeights | None = None
     indexer: IndexerWeights | None = None
     shared_key: SharedKeyWeights | None = None
-    hyper: HyperConnections | None = None
+    hyper: Sublayers[HyperWeights] | None = None
     residuals: BlockResiduals | None = None
-    stream_gates: GatedSublayers | None = None
+    stream_gates: Sublayers[StreamGates] | None = None
     ngrams: NgramWeights | None = None
     per_layer: PerLayerBlock | None = None
     scale: float | None = None  # of the layer's output

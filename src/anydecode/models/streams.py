@@ -8,7 +8,7 @@ by the difference between its prediction and its result. The coefficients depend
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,30 @@ from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.per_layer import PerLayerBlock
 from anydecode.models.spec import LayerSpec, ModelSpec
+
+
+class HasMatrices(Protocol):
+    """A part of a layer."""
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix."""
+
+
+Part = TypeVar("Part", bound=HasMatrices)
+
+
+@dataclass(eq=False)
+class Sublayers(Generic[Part]):
+    """The parts around the two sublayers of a layer."""
+
+    mixer: Part
+    mlp: Part
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every matrix."""
+        return [*self.mixer.matrices, *self.mlp.matrices]
 
 
 @dataclass(eq=False)

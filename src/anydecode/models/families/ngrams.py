@@ -8,10 +8,11 @@ from anydecode.kernels.formats import plain_weight
 from anydecode.kernels.interface import NgramHash, Recurrence, RecurrenceWeights
 from anydecode.models.families.values import Config, int_value, list_value
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.gated_streams import GatedSublayers, StreamGates
+from anydecode.models.gated_streams import StreamGates
 from anydecode.models.limits import MAX_COUNT, MAX_WINDOW, refusal
 from anydecode.models.ngrams import NgramWeights
 from anydecode.models.spec import LayerSpec, ModelSpec, RecurrentSpec
+from anydecode.models.streams import Sublayers
 
 #: The type of layers of embeddings of n-grams.
 NGRAMS = "ngrams"
@@ -113,10 +114,12 @@ def read_stream_gates(
     return gates
 
 
-def read_gated_sublayers(reader: TensorReader, layer: str, spec: ModelSpec) -> GatedSublayers:
+def read_gated_sublayers(
+    reader: TensorReader, layer: str, spec: ModelSpec
+) -> Sublayers[StreamGates]:
     """Read the gates before the sublayers of a layer."""
     mixer, mlp = (
         read_stream_gates(reader, f"{layer}.{part}_hyper_connection", spec)
         for part in ("attn", "mlp")
     )
-    return GatedSublayers(mixer, mlp)
+    return Sublayers(mixer, mlp)

@@ -11,12 +11,13 @@ from anydecode.kernels.interface import Attention, Rope
 from anydecode.models.families.latent import read_low_rank_query
 from anydecode.models.families.values import Config, int_value, list_value, mapping_value
 from anydecode.models.families.weights import TensorReader
-from anydecode.models.hyper import HyperConnections, HyperWeights
+from anydecode.models.hyper import HyperWeights
 from anydecode.models.limits import MAX_COUNT, MAX_TOKENS, refusal
 from anydecode.models.linear import Linear
 from anydecode.models.network import IndexerWeights, LayerWeights
 from anydecode.models.shared_key import EntryWeights, SharedKeyWeights
 from anydecode.models.spec import IndexerSpec, LayerSpec, ModelSpec, SharedKeySpec
+from anydecode.models.streams import Sublayers
 
 #: The kinds of layers by the names of `transformers`: without entries, with entries of which an
 #: indexer selects some, and with entries that rows all attend to.
@@ -137,7 +138,9 @@ def _entry(
     return EntryWeights(values, gates, bias.reshape(count, groups, numbers))
 
 
-def read_hyper_connections(reader: TensorReader, layer: str, spec: ModelSpec) -> HyperConnections:
+def read_hyper_connections(
+    reader: TensorReader, layer: str, spec: ModelSpec
+) -> Sublayers[HyperWeights]:
     """The hyper-connections of a layer."""
     assert spec.hyper is not None, "the model has hyper-connections"
     count = spec.num_streams
@@ -148,7 +151,7 @@ def read_hyper_connections(reader: TensorReader, layer: str, spec: ModelSpec) ->
     if not reader.has(f"{names[0]}fn"):  # and for Hy4
         names = [f"{layer}.hc_{part}_layer.hc_pre.hc_" for part in ("attn", "mlp")]
     mixer, mlp = (_hyper(reader, name, sizes, spec) for name in names)
-    return HyperConnections(mixer, mlp)
+    return Sublayers(mixer, mlp)
 
 
 def read_last_hyper_weights(reader: TensorReader, spec: ModelSpec) -> HyperWeights:
