@@ -139,6 +139,22 @@ def kimi_k3_tensors(seed: int = 0) -> Tensors:
     return tensors
 
 
+def kimi_k3_module(seed: int = 1) -> Tensors:
+    """Random tensors of a module that predicts further tokens, whose layer is like the last one but
+    for the scores of streams, by published name."""
+    last, found = CONFIG["num_hidden_layers"] - 1, Tensors()
+    start, module = (f"language_model.model.layers.{layer}." for layer in (last, last + 1))
+    for name, tensor in kimi_k3_tensors(seed).items():
+        if name.startswith(start) and "_res_" not in name:
+            found[module + name.removeprefix(start)] = tensor
+    generator = np.random.default_rng(seed)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        norm = 1.0 + 0.3 * generator.standard_normal(HIDDEN)
+        found[f"{module}{name}.weight"] = norm.astype(np.float32)
+    projection = 0.25 * generator.standard_normal((HIDDEN, 2 * HIDDEN))
+    return {**found, f"{module}eh_proj.weight": projection.astype(np.float32)}
+
+
 def kimi_k3_checkpoint(seed: int = 0, **config: Any) -> Checkpoint:
     """A model as a loader would return it."""
     own = {**CONFIG, **config}
@@ -172,6 +188,10 @@ class KimiK3:
 
     def forward(self, tokens: list[int]) -> np.ndarray:
         """Logits `[len(tokens), vocab_size]`."""
+        return self._norm(self.states(tokens), "model.norm") @ self._of("lm_head.weight").T
+
+    def states(self, tokens: list[int]) -> np.ndarray:
+        """The last hidden states before the final norm `[len(tokens), hidden]`."""
         current, sums = self._of("model.embed_tokens.weight")[tokens], []
         for layer in range(CONFIG["num_hidden_layers"]):
             self._name = f"model.layers.{layer}."
@@ -186,8 +206,24 @@ class KimiK3:
             x = self._norm(self._mixed(current, sums, "mlp_res"), "post_attention_layernorm")
             current = current + (self._experts(x) if layer else self._mlp(x, "mlp"))
         self._name = ""
-        x = self._norm(self._mixed(current, sums, "model.output_attn_res"), "model.norm")
-        return x @ self._of("lm_head.weight").T
+        return self._mixed(current, sums, "model.output_attn_res")
+
+    def chain(self, text: list[int], count: int) -> list[int]:
+        """The `count` tokens that the module of `kimi_k3_module` drafts behind `text`."""
+        states, tokens, drafted = list(self.states(text)[:-1]), text[1:], list[int]()
+        for _ in range(count):
+            embedded = self._of("model.embed_tokens.weight")[tokens]
+            self._name = f"model.layers.{CONFIG['num_hidden_layers']}."
+            pair = [self._norm(embedded, "enorm"), self._norm(np.stack(states), "hnorm")]
+            x = self._linear(np.concatenate(pair, -1), "eh_proj")
+            x = x + self._attention(self._norm(x, "input_layernorm"))
+            x = x + self._experts(self._norm(x, "post_attention_layernorm"))
+            last = self._norm(x[-1], "shared_head.norm")
+            self._name = ""
+            drafted.append(int((self._of("lm_head.weight") @ last).argmax()))
+            states.append(x[-1])
+            tokens = [*tokens, drafted[-1]]
+        return drafted
 
     def _of(self, name: str) -> np.ndarray:
         return np.asarray(self.tensors[f"language_model.{self._name}{name}"], np.float64)

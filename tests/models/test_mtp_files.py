@@ -31,6 +31,7 @@ from anydecode.models.spec import StateSpec
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
+from parity_cases import parity_module
 from tiny_models import LATENT_SIZES, LONGCAT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
 PROMPT = [5, 17, 99, 3, 128, 64, 64, 11, 42]
@@ -82,7 +83,12 @@ MIMO_V2: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
-LAYOUTS = {**MTP_LAYOUTS, "mimo v2.5": MTP_LAYOUTS["mimo v2"]}
+_OF_HY4 = "model.mtp_layers.0."
+LAYOUTS = {
+    **MTP_LAYOUTS,
+    "mimo v2.5": MTP_LAYOUTS["mimo v2"],
+    "hy4": (_OF_HY4, _OF_HY4, "enorm", "hnorm", "eh_proj", "final_layernorm"),
+}
 #: The classes of modules whose layers are not those of their models.
 MODULES = {"longcat": "DeepseekV3"}
 #: The class, the settings, those of a model of one layer like the module's, and the layout.
@@ -143,6 +149,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"first_k_dense_replace": 1, "num_layers": None},
         "longcat",
     ),
+    "hy4": (
+        "HYV4",
+        {**parity_module("test_parity").HY_V4, "num_hidden_layers": 3},
+        {"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+        "hy4",
+    ),
+    "glm 5.3": (
+        "Glm5Next",
+        {**parity_module("test_parity").GLM_5_NEXT, "index_topk": 60},  # all of the text
+        {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"]},
+        "nextn",
+    ),
     "mimo v2.5": (
         "MiMoV2Flash",
         {**MIMO_V2, "num_key_value_heads": 2},
@@ -162,6 +180,8 @@ class _Reference:
         self.target = hf_model(family, **settings)
         family = MODULES.get(self.layout, family)
         self.module = hf_model(family, 1, **{**settings, **own, "num_hidden_layers": 1})
+        if hasattr(self.module.model, "hc_head"):
+            _with_one_stream(self.module)
         norm, size = self.module.model.norm, self.target.config.hidden_size
         eps = getattr(norm, "variance_epsilon", None) or norm.eps
         self.norms = [type(norm)(size, eps=eps) for _ in range(2)]
@@ -219,6 +239,24 @@ class _Reference:
                 states.append((raw if is_raw else normed)[-1])
                 tokens.append(drafted[-1])
         return drafted
+
+
+def _with_one_stream(model: Any) -> None:
+    """Replace the hyper-connections of a model of one layer, so that all streams are the same."""
+    import torch
+
+    layer, is_mixed = model.model.layers[0], model.config.model_type != "hy_v4"
+
+    class Connection(torch.nn.Module):
+        def forward(self, streams: Any) -> Any:
+            ones, mix = torch.ones(streams.shape[:-1]), torch.eye(streams.shape[-2])
+            return (ones, mix, streams[..., 0, :]) if is_mixed else (ones, streams[..., 0, :])
+
+    class Head(torch.nn.Module):
+        def forward(self, streams: Any) -> Any:
+            return streams[..., 0, :]
+
+    layer.attn_hc, layer.ffn_hc, model.model.hc_head = Connection(), Connection(), Head()
 
 
 def _states(model: Any, **inputs: Any) -> tuple[Any, Any]:

@@ -1,9 +1,9 @@
 """Opens the modules that predict further tokens inside a model's checkpoint (multi-token
 prediction).
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and
-GLM-4.5, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash,
-and of speculators.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3,
+GLM-4.5, GLM-5.3 and Kimi K3, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, of
+LongCat-Flash, of Hy4, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
@@ -11,6 +11,10 @@ modules, the first drafts all tokens. Those of MiMo-V2-Flash and MiMo-V2.5 have 
 experts, whatever the model's last layer has, and each drafts the token that it was trained for:
 module i (from 0) reads a token and the target's state i + 1 positions before it, without the
 target's final norm, as in SGLang and llama.cpp.
+
+The layers of Hy4's, GLM-5.3's and Kimi K3's modules have one stream of hidden states, whatever
+those of the model have, and read what is left of the target's streams after its last layer: those
+of Kimi K3 without the final norm, as in vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import Weight
+from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafter_files import check_target
 from anydecode.models.families.build import read_layer
@@ -99,7 +103,7 @@ def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) 
     """The module of a checkpoint, with the further ones of MiMo-V2. Arguments and errors as for
     `load_draft_head`."""
     with untrusted(checkpoint.path):
-        if target.spec.num_streams > 1:  # a memory is no part of the last states
+        if target.spec.predicts_streams:  # a memory is no part of the last states
             check_target(target)
         first = _Mtp(checkpoint, target, dtype)
         network = first.read()
@@ -128,6 +132,8 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         if f"{prefix}input_proj.weight" in names:
             norms = ("token_layernorm", "hidden_layernorm")
             return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
+        if f"{prefix}eh_proj.weight" in names:
+            return _Layout(prefix, prefix, norm="final_layernorm")
     prefix, own = "model.mtp.layers.0.", "layers.0."
     if f"{prefix}enorm.m.weight" in names:
         norms = (f"{own}enorm.m", f"{own}hnorm.m")
@@ -192,6 +198,19 @@ def _with_window(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **longer, "num_hidden_layers": count + 1}
 
 
+def _unselected(attention: Attention) -> Attention:
+    """The attention to all positions."""
+    return replace(
+        attention,
+        top_k=None,
+        index_dim=None,
+        index_block=1,
+        local_blocks=0,
+        num_selections=1,
+        has_block_keys=False,
+    )
+
+
 class _Mtp:
     def __init__(
         self,
@@ -210,9 +229,11 @@ class _Mtp:
             config = _with_window(config)
         self.target, self.layout, self.name = target, layout, checkpoint.name
         self.whole = spec_from_config(config, dtype=dtype)
+        self.is_raw = layout.is_windowed or self.whole.residual_block > 0
         self.config = text_config(config)
         self.family = FAMILIES[self.config["model_type"]]
         self.index = self._layer_index()
+        self.base = self._base_spec()
         tensors = _Tensors(checkpoint.tensors, layout, self.index)
         view = replace(checkpoint, config=config, tensors=tensors)
         name = self.family.names.get("embed_tokens", "embed_tokens")
@@ -250,7 +271,7 @@ class _Mtp:
             head = self.reader.matrix(self._own("shared_head.head"), shape, is_outer=True)
         else:
             packed.append(head)
-        layer = read_layer(self.reader, self.whole, self.config, self.index)
+        layer = read_layer(self.reader, self.base, self.config, self.index)
         weights = ModelWeights(embedding, [layer], self._norm(self.layout.norm), head)
         weights.states = StateWeights(
             projection=self._projection(),
@@ -259,19 +280,31 @@ class _Mtp:
         )
         return MtpNetwork(self._spec(), weights, packed=tuple(packed))
 
+    def _base_spec(self) -> ModelSpec:
+        """The model's architecture with the module's layer in place of that of its kind. The
+        drafter's cache lacks positions, but keys of blocks need all: where an indexer has these,
+        the module attends to all positions, as in llama.cpp."""
+        layers = list(self.whole.layers)
+        layer = layers[self.index]
+        if layer.attention is not None and layer.attention.has_block_keys:
+            layer = replace(layer, attention=_unselected(layer.attention), indexer=None)
+        layers[self.index] = layer
+        one = replace(self.whole, hyper=None, residual_block=0, num_streams=1)
+        return replace(one, layers=tuple(layers))
+
     def _spec(self) -> ModelSpec:
-        target, is_raw = self.target.spec, self.layout.is_windowed
+        target = self.target.spec
         states = StateSpec(
-            (target.num_layers,) if is_raw else (),
+            (target.num_layers,) if self.is_raw else (),
             target.hidden_size,
             has_norms=True,
-            feeds_normed=not is_raw,
+            feeds_normed=not self.is_raw,
             delay=self.number,
         )
         return replace(
-            self.whole,
+            self.base,
             architecture="MTP",
-            layers=(replace(self.whole.layers[self.index], memory=None),),
+            layers=(replace(self.base.layers[self.index], memory=None),),
             memory_size=0,
             states=states,
             max_positions=target.max_positions,

@@ -262,7 +262,8 @@ class Transformer:
         make, states = getattr(self.executor, "chains", None), spec.states
         if make is None or states is None or weights is None or not self.network.carries_states:
             return None
-        if states.has_mask or states.delay:
+        is_narrow = bool(states.taps) and states.target_size < target.network.width
+        if states.has_mask or states.delay or is_narrow:
             return None
         if not getattr(target.executor, "drafts_in_bursts", False):
             return None

@@ -68,7 +68,7 @@ class DraftStates:
         normed: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         self._drafter, self._normed = drafter, None if spec.taps else normed
-        self._width = spec.num_taps * spec.target_size
+        self._target_size, self._width = spec.target_size, spec.num_taps * spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
         self.stride, self.lag = spec.stride, spec.lag
         self.has_own = spec.lag == 1 and not spec.has_mask
@@ -98,7 +98,8 @@ class DraftStates:
     def observe_target(self, span: Span, first: int, states: list[np.ndarray]) -> None:
         """Take the states of rows of `span` from row `first` on, float32 `[rows, target_size]` per
         layer of `layers`."""
-        rows = np.concatenate(states, -1)
+        # Of several streams the first, and no memory.
+        rows = np.concatenate([tap[:, : self._target_size] for tap in states], -1)
         if isinstance(span, ChainSpan):
             self._put(span.first_position + first, rows)
         elif isinstance(span, TreeSpan):

@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.kernels.library import load_library
 from anydecode.models.families import spec_from_config
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
 from gguf_models import write_folder
-from kimi_k3_models import CONFIG, KimiK3, kimi_k3_checkpoint, kimi_k3_gguf, kimi_k3_tensors
+from kimi_k3_models import (
+    CONFIG,
+    KimiK3,
+    kimi_k3_checkpoint,
+    kimi_k3_gguf,
+    kimi_k3_module,
+    kimi_k3_tensors,
+)
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, greedy, logits
 
@@ -82,6 +91,34 @@ def test_the_published_folder_opens(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, tensors, **config, text_config=CONFIG, vision_config={})
     found = logits(built(load_checkpoint(folder)), chain(TEXT))
     assert np.array_equal(found, logits(built(kimi_k3_checkpoint()), chain(TEXT)))
+
+
+@pytest.mark.parametrize("place", ["in the model's folder", "alone"])
+def test_the_module_drafts_as_a_forward_pass_does(tmp_path: Path, place: str) -> None:
+    """It reads the state before the final norm, its layer no sums over blocks. A folder with the
+    module alone is a draft model."""
+    config = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"}
+    config |= {"text_config": {**CONFIG, "num_nextn_predict_layers": 1}, "vision_config": {}}
+    model, module = kimi_k3_tensors(), kimi_k3_module()
+    (tmp_path / "draft").mkdir()
+    draft, stored = None, {**model, **module}
+    if place == "alone":
+        draft, stored = write_folder(tmp_path / "draft", module, **config), model
+    folder = write_folder(tmp_path, stored, **config)
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 1}
+    with LLM(folder, draft=draft, tokenizer=ByteTokenizer()) as llm:
+        for temperature in (0.7, 0.0):
+            plain, drafted = (
+                llm.generate(TEXT, decoder=key, temperature=temperature, trace=True, **options)
+                for key in ("autoregressive", "mtp")
+            )
+            assert drafted.tokens == plain.tokens
+    rounds = [event for event in drafted.trace or () if event["drafted"]]
+    assert len(rounds) > 3
+    reference, text = KimiK3({**model, **module}), TEXT + drafted.tokens
+    for event in rounds:
+        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
+        assert event["drafted"] == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
