@@ -98,6 +98,17 @@ def test_answers_are_those_of_one_engine(
         assert results(found) == results(expected)
 
 
+def test_workers_get_the_sampling_options_that_the_model_recommends(
+    alone: LLM, fleet: FleetLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommended = {"temperature": 1.0, "top_k": 5, "repetition_penalty": 1.2}
+    monkeypatch.setattr(fleet, "sampling_defaults", recommended)
+    for given in ({}, {"top_k": 0}, {"sampler": "min-p"}):
+        found = fleet.generate("a", max_tokens=24, seed=5, **given)
+        expected = alone.generate("a", max_tokens=24, seed=5, **{**recommended, **given})
+        assert results(found) == results(expected)
+
+
 def test_prompts_are_handed_over_and_their_rows_not_computed_again(
     fleet: FleetLLM, workers: list[LLM]
 ) -> None:

@@ -336,6 +336,16 @@ def run(arguments: list[str]) -> int:
     return int(stopped.value.code or 0)
 
 
+def test_sampling_options_are_written_by_the_names_of_llama_cpp(tmp_path: Path) -> None:
+    _, folder = folder_of("llama", tmp_path)
+    options = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **options}))
+    path = written(folder)
+    assert GGUFFile(path).metadata["general.sampling.penalty_repeat"] == pytest.approx(1.05)
+    with LLM(path, generation_config="auto") as llm:
+        assert llm.sampling_defaults == options
+
+
 @pytest.mark.parametrize("name", QUANTISED)
 def test_a_quantised_repository_is_written_from_its_values(name: str, tmp_path: Path) -> None:
     """Matrices that are packed in a format of GGUF stay as they are where the new format has as

@@ -129,6 +129,7 @@ def test_unusable_constraints_are_refused_in_one_line(client: Client) -> None:
         ({"structured_outputs": {"grammar": "start: x"}}, ""),
         ({"structured_outputs": {"choice": []}}, "at least one option"),
         ({"structured_outputs": {"json": "{"}}, "not valid JSON"),
+        ({"structured_outputs": {"json": False}}, "no text can satisfy the schema false"),
         ({"structured_outputs": {"max_string": -1}}, "max_string"),
     )
     for fields, problem in cases:

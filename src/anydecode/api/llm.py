@@ -50,6 +50,7 @@ from anydecode.api.options import (
 from anydecode.api.prefix_spill import open_spill, parse_bytes, stable_name
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
+from anydecode.api.sampling_defaults import missing_defaults, sampling_defaults
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segment_rollout import Segment
 from anydecode.api.words import word_tokens
@@ -134,10 +135,14 @@ class LLM:
         spill_limit: Maximum size of the spill: a number of bytes or a text such as "4GiB".
         split: A catalogue key ("step-3") or object that runs parts of the model's passes in other
             processes.
+        generation_config: Where `sampling_defaults` come from: "auto" for the model's files, a
+            folder with a `generation_config.json` or such a file, or "none" (the default). The
+            end-of-text tokens in the model's files end a text in any case.
 
     Attributes:
         finds_draft: Whether the first request of a method that drafts with a module of the model's
             own checkpoint (`mtp`) opens it; see `open_own_draft`.
+        sampling_defaults: Sampling options of requests that do not set them, by name.
         image_encoder: The encoder of images in prompts; None: prompts have no images.
 
     Raises:
@@ -174,8 +179,14 @@ class LLM:
         prefix_spill: str | Path | None = None,
         spill_limit: str | int = "4GiB",
         split: str | ModelSplit | None = None,
+        generation_config: str | Path | None = None,
     ) -> None:
-        from anydecode.models.opening import WeightFormat, open_model, open_tokenizer, with_mask
+        from anydecode.models.opening import (
+            WeightFormat,
+            fitted_tokenizer,
+            open_model,
+            open_tokenizer,
+        )
         from anydecode.models.self_drafts import open_draft, open_own_draft, open_shipped_draft
 
         if prefix_spill is not None and not prefix_cache:
@@ -190,14 +201,15 @@ class LLM:
             model, dtype=format, family=family, block=block, split=split, **options
         )
         dtype = format.dtype if isinstance(format, WeightFormat) else format
-        opened = open_tokenizer(tokenizer) or model_tokenizer
+        self.sampling_defaults = sampling_defaults(self.model, generation_config)
+        opened = open_tokenizer(tokenizer, self.model) or model_tokenizer
         if opened is None:
             raise InvalidRequestError(
                 f"{self.model.name} has no tokenizer, which is needed to read and write text: add"
                 " tokenizer.json (or tokenizer.model, or vocab.json and merges.txt) to its folder,"
                 " or in Python pass tokenizer="
             )
-        self.tokenizer: Tokenizer = with_mask(opened, self.model.spec, mask)
+        self.tokenizer: Tokenizer = fitted_tokenizer(opened, self.model.spec, mask)
         self._adapters = Adapters(self.model)
         self._positions = cache_positions
         self._cache_bytes = None if cache_memory is None else parse_bytes(cache_memory)
@@ -785,6 +797,8 @@ class LLM:
                 raise UnsupportedCombinationError(
                     f"{name} does not sample: the sampler {preset.key!r} would have no effect"
                 )
+        defaults = missing_defaults(given, self.sampling_defaults)
+        given |= defaults
         given.setdefault("temperature", DEFAULT_TEMPERATURE)
         if isinstance(given.get("stop"), str):
             given["stop"] = [given["stop"]]
@@ -794,7 +808,7 @@ class LLM:
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
             if not isinstance(words, BannedWordTable):
                 given["banned_words"] = word_tokens(self.tokenizer, words)
-        return self.request_type(
+        request = self.request_type(
             self.resources,
             self.encode(prompt),
             method,
@@ -813,6 +827,8 @@ class LLM:
             prompt_embeds=embeds,
             prediction=None if prediction is None else self.encode(prediction, special=False),
         )
+        request.sampling_defaults = defaults
+        return request
 
     def measurement(
         self,

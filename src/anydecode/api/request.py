@@ -4,7 +4,7 @@ result."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from time import perf_counter
@@ -79,9 +79,14 @@ class Request:
         prompt_embeds: Embeddings that replace some of the prompt's tokens.
         prediction: Token ids of the expected answer.
 
+    Attributes:
+        sampling_defaults: Those of `params` that are defaults of the `LLM`.
+
     Raises:
         InvalidRequestError: If an option is invalid or contradicts another.
     """
+
+    sampling_defaults: Mapping[str, float] = {}
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ def chat(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    generation_config: options.LocalGenerationConfig = "none",
     seed: options.Seed = None,
     stop: options.Stop = None,
     dtype: options.Dtype = None,
@@ -65,7 +66,8 @@ def chat(
     if message is not None:
         message = options.read_text(message, "prompt")
     options.check_methods([decoder], sampler or ())
-    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block)
+    own = model, dtype, threads, backend, draft, cache, family, mask, block
+    llm = options.load(*own, None, generation_config)
     options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,

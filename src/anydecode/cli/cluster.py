@@ -196,6 +196,7 @@ def up(
     cache_memory: CacheMemory = None,
     prefix_spill: PrefixSpill = None,
     spill_limit: SpillLimit = "4GiB",
+    generation_config: options.GenerationConfig = "auto",
     dtype: options.Dtype = None,
     cache: options.Cache = None,
     threads: Annotated[
@@ -287,6 +288,7 @@ def up(
             fleet_host=fleet_host,
             fleet_port=fleet_port,
             ratio=control,
+            generation_config=generation_config,
             **engine,
         )
     at = f"{'127.0.0.1' if fleet_host == '0.0.0.0' else fleet_host}:{llm.fleet_port}"

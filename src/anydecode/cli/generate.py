@@ -37,6 +37,7 @@ def generate(
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
+    generation_config: options.LocalGenerationConfig = "none",
     samples: Annotated[
         int,
         typer.Option(
@@ -111,7 +112,9 @@ def generate(
 
         request_constraint = Regex(regex)
     options.check_methods([decoder], sampler or ())
-    llm = options.load(model, dtype, threads, backend, draft, cache, family, mask, block, split)
+    llm = options.load(
+        model, dtype, threads, backend, draft, cache, family, mask, block, split, generation_config
+    )
     options.note_unused_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,

@@ -157,6 +157,26 @@ Drafts = Annotated[
         " methods that draft with several (taps).",
     ),
 ]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        metavar="auto|none|PATH",
+        help="Sampling options of requests that set none: temperature, top-k, top-p, min-p and"
+        " repetition penalty. auto: those of the model's generation_config.json or GGUF file; PATH:"
+        " those of another generation_config.json or of its folder; none: temperature 1.",
+    ),
+]
+LocalGenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        metavar="auto|none|PATH",
+        help="Sampling options that are not given: auto: those of the model's"
+        " generation_config.json or GGUF file; PATH: those of another generation_config.json or of"
+        " its folder; none: greedy decoding.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, on one line.")]
 
 
@@ -176,6 +196,7 @@ def load(
     mask: int | None = None,
     block: int | None = None,
     split: str | None = None,
+    generation_config: str | None = None,
 ) -> LLM:
     """Load the model, with a status line on stderr."""
     from anydecode.api.llm import LLM
@@ -192,6 +213,7 @@ def load(
             mask=mask,
             block=block,
             split=split,
+            generation_config=generation_config,
         )
         return LLM(model, **arguments)
 

@@ -334,6 +334,7 @@ def serve(
             ),
         ),
     ] = "auto",
+    generation_config: options.GenerationConfig = "auto",
     dtype: options.Dtype = None,
     cache: options.Cache = None,
     threads: options.Threads = None,
@@ -345,7 +346,8 @@ def serve(
 ) -> None:
     """Serve models with the APIs of OpenAI, Anthropic and Ollama, and a page at / to try them.
 
-    --decoder, --draft, --adapter, --family, --mask, --block and --split are of the first model.
+    --decoder, --draft, --adapter, --family, --mask, --block, --split and the PATH of
+    --generation-config are of the first model.
 
     Example: anydecode serve smollm2-135m-instruct --port 8000
     """
@@ -412,7 +414,9 @@ def serve(
         cache_memory=cache_bytes,
         row_budget=row_budget,
     )
+    for_others = "none" if generation_config == "none" else "auto"
     own = options.without_none(
+        generation_config=generation_config,
         draft=draft,
         family=family,
         mask=mask,
@@ -430,7 +434,7 @@ def serve(
         return ServedModel(name, lambda: opened(model), num_bytes, path)
 
     def opened(model: str, **more: Any) -> LLM:
-        llm = LLM(model, **engine, **more)
+        llm = LLM(model, **{"generation_config": for_others, **engine, **more})
         llm.finds_draft = False  # no request opens a model
         return llm
 

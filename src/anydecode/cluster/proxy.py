@@ -500,7 +500,8 @@ class FleetLLM(LLM):
         if media:
             options["prompt_embeds"] = [one.placeholder(self.image_encoder) for one in media]
         request = super().request(prompt, **options)
-        message = to_message(request, {**options, "prompt_embeds": media or None})
+        options = {**request.sampling_defaults, **options, "prompt_embeds": media or None}
+        message = to_message(request, options)
         assert isinstance(request, FleetRequest)
         digests, priority = self._digests(request), options.get("priority") or 0
         for number, job in enumerate(request.jobs):

@@ -43,6 +43,8 @@ class HuggingFaceModel:
         self.model = model.eval()
         self.name: str = getattr(model.config, "_name_or_path", "") or type(model).__name__
         self.spec = _spec(model)
+        settings = getattr(model, "generation_config", None)
+        self.generation_config = {} if settings is None else settings.to_diff_dict()
         # Hybrids that count positions by the cache of their first layer count wrongly if it is
         # recurrent.
         self._takes_positions = "position_ids" in signature(model.forward).parameters

@@ -44,7 +44,7 @@ from anydecode.models.limits import refusal
 from anydecode.models.network import Network
 from anydecode.models.spec import ModelSpec
 from anydecode.models.task_files import read_tasks
-from anydecode.models.tokenizer import Tokenizer
+from anydecode.models.tokenizer import Tokenizer, end_tokens
 from anydecode.models.transformer import Executor
 from anydecode.models.yes_no import read_yes_no
 
@@ -230,11 +230,12 @@ def _triton_executor(
     return execute
 
 
-def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Wrap a fast tokenizer of `transformers`; an object with anydecode's Tokenizer protocol is
-    returned as it is.
+def open_tokenizer(tokenizer: Any, model: Model) -> Tokenizer | None:
+    """Wrap a fast tokenizer of `transformers`; the texts end also at the end-of-text tokens of the
+    model's generation config. An object with anydecode's Tokenizer protocol is returned as it is.
 
     Raises:
+        CheckpointError: The model's end-of-text tokens are no integers.
         InvalidRequestError: The object is neither.
     """
     if tokenizer is None or hasattr(tokenizer, "token_bytes"):
@@ -243,7 +244,9 @@ def open_tokenizer(tokenizer: Any) -> Tokenizer | None:
     if hasattr(tokenizer, "backend_tokenizer"):
         from anydecode.models.tokenizers import HFTokenizer
 
-        return HFTokenizer.from_transformers(tokenizer)
+        config = getattr(model, "generation_config", {})
+        with untrusted(getattr(model, "path", None) or Path(model.name)):
+            return HFTokenizer.from_transformers(tokenizer, end_tokens(config))
     raise InvalidRequestError(
         f"a {type(tokenizer).__name__} is no tokenizer: pass a fast tokenizer of transformers, or"
         " an object with anydecode's Tokenizer protocol"
@@ -341,6 +344,7 @@ def open_checkpoint(
     model = build_model(checkpoint, dtype, max_positions=limit, executor=executor)
     model.pooling = pooling
     model.path, model.dtype, model.end_split = checkpoint.path, dtype, close
+    model.generation_config = checkpoint.generation_config
     add_trained_parts(model, checkpoint.path)
     tokenizer, size = checkpoint.tokenizer, model.spec.vocab_size
     mask = getattr(tokenizer, "mask_id", None)
@@ -349,7 +353,7 @@ def open_checkpoint(
         model.reranker = read_classifier(checkpoint, model.spec) or read_yes_no(checkpoint)
         if mask is not None and mask >= size and not model.spec.causal:
             raise refusal("mask_token_id", mask, f"a token of the {size} that have embeddings")
-    return model, None if tokenizer is None else with_mask(tokenizer, model.spec)
+    return model, None if tokenizer is None else fitted_tokenizer(tokenizer, model.spec)
 
 
 def add_trained_parts(model: Model, folder: Path) -> None:
@@ -359,8 +363,9 @@ def add_trained_parts(model: Model, folder: Path) -> None:
             setattr(model, name, load(path))
 
 
-def with_mask(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) -> Tokenizer:
-    """The tokenizer with the mask token of a diffusion model.
+def fitted_tokenizer(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) -> Tokenizer:
+    """The tokenizer as the model has tokens: with the mask token of a diffusion model, and without
+    end-of-text tokens beyond the vocabulary, which are never generated.
 
     Args:
         tokenizer: The tokenizer.
@@ -378,10 +383,11 @@ def with_mask(tokenizer: Tokenizer, spec: ModelSpec, mask: int | None = None) ->
     chosen = known if mask is None else mask
     if spec.mask_token is not None and (chosen is None or chosen >= size):
         chosen = spec.mask_token
-    if chosen == known:
+    ends = frozenset(token for token in tokenizer.eos_ids if token < size)
+    if chosen == known and ends == tokenizer.eos_ids:
         return tokenizer
     own = copy(tokenizer)
-    own.mask_id = chosen
+    own.mask_id, own.eos_ids = chosen, ends
     return own
 
 

@@ -17,6 +17,7 @@ from anydecode.errors import (
 )
 from anydecode.models.files import folder_name
 from anydecode.models.loading import resolve
+from anydecode.models.tokenizer import end_tokens
 
 if TYPE_CHECKING:
     from anydecode.models.hf import HuggingFaceModel
@@ -83,7 +84,9 @@ def open_through_transformers(
             f"{path}: its tokenizer is no fast one of transformers; pass tokenizer="
         )
     warnings.warn(_lacks(path), stacklevel=2)
-    return HuggingFaceModel(opened.to(device or "cpu")), HFTokenizer.from_transformers(tokenizer)
+    wrapped = HuggingFaceModel(opened.to(device or "cpu"))
+    ends = end_tokens(wrapped.generation_config)
+    return wrapped, HFTokenizer.from_transformers(tokenizer, ends)
 
 
 def _lacks(path: Path) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+from anydecode.models.limits import refusal
 
 #: By name, the tags that start and end reasoning. Their tokens are part of the text, although some
 #: checkpoints mark them as special.
@@ -39,6 +42,19 @@ TOOL_TAGS = frozenset(
 #: Tokens that are part of the text beside another one, which stands first. In other families they
 #: end the answer.
 MESSAGE_TAGS = {"<|channel|>": ("<|end|>",)}
+
+
+def end_tokens(config: Mapping[str, Any]) -> list[int]:
+    """The tokens at which a `config.json` or `generation_config.json` says that a text ends.
+
+    Raises:
+        ConfigError: They are no integers.
+    """
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise refusal("eos_token_id", value, "an integer or a list of integers")
+    return ids
 
 
 class Tokenizer(Protocol):

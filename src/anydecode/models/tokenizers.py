@@ -16,9 +16,9 @@ from anydecode.models import chat
 from anydecode.models.file_tokenizers import byte_alphabet, tokenizer_of_files
 from anydecode.models.files import read_json, read_text, untrusted
 from anydecode.models.gguf_tokenizer import tokenizer_from_gguf
-from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer, refusal
+from anydecode.models.limits import MAX_SIZE, MAX_TOKENS, integer
 from anydecode.models.qwen2_tokenizer import token_text, vocabulary_tokenizer
-from anydecode.models.tokenizer import MESSAGE_TAGS, REASONING_TAGS, TOOL_TAGS
+from anydecode.models.tokenizer import MESSAGE_TAGS, REASONING_TAGS, TOOL_TAGS, end_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -113,7 +113,8 @@ class HFTokenizer:
         end = _token_id(tokenizer, texts.get("eos_token"))
         eos_ids = [] if end is None else [end]
         for file in ("generation_config.json", "config.json"):
-            eos_ids += _end_ids(folder / file)
+            with untrusted(folder / file):
+                eos_ids += end_tokens(read_json(folder / file))
         return cls(
             tokenizer,
             eos_ids=eos_ids,
@@ -124,14 +125,15 @@ class HFTokenizer:
         )
 
     @classmethod
-    def from_transformers(cls, tokenizer: Any) -> HFTokenizer:
-        """Wrap a fast tokenizer of `transformers` (one with a `backend_tokenizer`)."""
+    def from_transformers(cls, tokenizer: Any, ends: Iterable[int] = ()) -> HFTokenizer:
+        """Wrap a fast tokenizer of `transformers` (one with a `backend_tokenizer`), whose texts end
+        also at the tokens `ends`."""
         backend = tokenizer.backend_tokenizer
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token")
         texts = {name: str(text) for name in names if (text := getattr(tokenizer, name, None))}
         return cls(
             backend,
-            eos_ids=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+            eos_ids=[*ends, *end_tokens({"eos_token_id": tokenizer.eos_token_id})],
             bos_id=tokenizer.bos_token_id,
             mask_id=tokenizer.mask_token_id,
             templates=tokenizer.chat_template,
@@ -314,20 +316,6 @@ def _library_calls(kind: type[AnydecodeError], what: str) -> Iterator[None]:
 
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
     return None if text is None else tokenizer.token_to_id(text)
-
-
-def _end_ids(path: Path) -> list[int]:
-    """The tokens at which a config says that a text ends.
-
-    Raises:
-        CheckpointError: They are no integers.
-    """
-    value = read_json(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    with untrusted(path):
-        if not all(type(token) is int for token in ids):
-            raise refusal("eos_token_id", value, "an integer or a list of integers")
-    return ids
 
 
 def _mask_id(tokenizer: tokenizers.Tokenizer, text: str | None, folder: Path) -> int | None:

@@ -132,6 +132,7 @@ class Transformer:
         self.path: Path | None = None  # of the checkpoint, if there is one
         self.dtype: str | None = None  # the format its weights were converted to; None: as stored
         self.end_split: Callable[[], None] | None = None  # ends processes of its own
+        self.generation_config: Mapping[str, Any] = {}  # of its files
         self.pooling: Pooling | None = None  # of its embeddings, if its repository says
         self.tasks: Mapping[str, EncoderTask] = {}  # of an encoder
         heads = network.weights.block_heads

@@ -25,6 +25,7 @@ from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.loading.gguf import open_gguf
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
+from anydecode.models.loading.gguf_keys import SAMPLING
 from anydecode.models.loading.gguf_names import (
     INTERLEAVED,
     VECTORS,
@@ -123,7 +124,18 @@ class FolderFile(GGUFFile):
             "general.name": self._checkpoint.name,
             **metadata_of(self._architecture, self._spec, self._config),
             **vocabulary(tokenizer, rows, str(self.path)),
+            **self._sampling(),
         }
+
+    def _sampling(self) -> dict[str, int | float]:
+        """The sampling options that the folder recommends, as a GGUF file names them."""
+        given = self._checkpoint.generation_config
+        found = {}
+        for name, key in SAMPLING.items():
+            value = given.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[key] = int(value) if name == "top_k" else float(value)
+        return found
 
     def _check(self) -> None:
         """Raise CheckpointError if the metadata describe another model than the config."""

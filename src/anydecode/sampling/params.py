@@ -323,7 +323,7 @@ class SamplingParams:
         for rule in ("mirostat", "autodeco"):
             if not getattr(self, rule):
                 continue
-            for name, off in _TRUNCATIONS.items():
+            for name, off in TRUNCATIONS.items():
                 if getattr(self, name) != off:
                     yield f"{rule} and {name} exclude each other: {rule} sets its own limit"
         if self.autodeco and self.mirostat:
@@ -420,7 +420,8 @@ _OPTIONAL = frozenset(
 INTEGERS = _OPTIONAL | {
     "top_k", "mirostat", "dry_allowed", "momentum_k", "no_repeat_ngram", "min_tokens", "n",
 }  # fmt: skip
-_TRUNCATIONS: dict[str, float | bool] = {
+#: The options that truncate distributions, with the values that leave them as they are.
+TRUNCATIONS: dict[str, float | bool] = {
     "top_k": 0,
     "top_p": 1,
     "min_p": 0,

@@ -16,7 +16,7 @@ from anydecode.server import logprobs
 from anydecode.server.errors import ApiError
 from anydecode.server.events import DONE, EventStream, encode_event
 from anydecode.server.large import build, json_response
-from anydecode.server.options import engine_options
+from anydecode.server.options import effective_temperature, engine_options
 from anydecode.server.prompts import prompt_list
 from anydecode.server.protocol import CompletionRequest, FillInRequest
 from anydecode.server.run import ServerRun
@@ -55,7 +55,7 @@ async def _complete(
         default=None,
     )  # fmt: skip
     logprobs.check_prompt_logprobs(body)
-    if _is_ranked(body):
+    if _is_ranked(body, service):
         _check_best_of(body)
         options["n"] = body.best_of
         options["logprobs"] = body.logprobs or 0
@@ -100,10 +100,12 @@ async def with_suffix(
     return filled, sorted({*sentinels.ends, *sentinels.infill_tokens})
 
 
-def _is_ranked(body: CompletionRequest) -> bool:
+def _is_ranked(body: CompletionRequest, service: Service) -> bool:
     """Whether `best_of` selects among more samples than `n`. At temperature 0 all samples are
     equal."""
-    return body.best_of not in (None, body.n or 1) and body.temperature != 0
+    if body.best_of in (None, body.n or 1):
+        return False
+    return effective_temperature(body, service.llm) != 0
 
 
 def _check_best_of(body: CompletionRequest) -> None:
@@ -216,7 +218,7 @@ class _CompletionAnswer:
     def _selected(self, generations: list[Generation]) -> list[int]:
         """Indices of the samples that are returned: all, or the best `n` of each prompt."""
         count = len(generations)
-        if not _is_ranked(self.body):
+        if not _is_ranked(self.body, self.service):
             return list(range(count))
         size = count // len(self.run.requests)
         means = [_mean_logprob(one) for one in generations]

@@ -17,7 +17,7 @@ from anydecode.models.loading.gguf_split import part_names
 from anydecode.server import logs
 from anydecode.server.errors import ApiError
 from anydecode.server.metrics import Metrics
-from anydecode.server.options import unknown_model
+from anydecode.server.options import sampling_of, unknown_model
 from anydecode.server.service import Service
 from anydecode.server.settings import Settings
 
@@ -263,7 +263,8 @@ class ServedModels:
                 self._start(asyncio.to_thread(served.service.preparation.warm))
                 served.num_bytes, served.last_used = memory_of(llm), time.monotonic()
                 seconds = round(time.monotonic() - start, 2)
-                logs.event("load", model=served.model.name, seconds=seconds)
+                sampling = sampling_of(llm)
+                logs.event("load", model=served.model.name, seconds=seconds, sampling=sampling)
         finally:
             served.loading = None
 

@@ -27,18 +27,33 @@ from anydecode.server.settings import Settings
 _FIELDS_OF_CALL = frozenset({"id", "index", "type", "function"})
 #: How a chat template reads a field of a message or a tool.
 _READS = (".{}", "'{}'", '"{}"')
+#: The temperature of OpenAI's API.
+_DEFAULT_TEMPERATURE = 1.0
+
+
+def sampling_of(llm: LLM) -> dict[str, float]:
+    """The sampling options of requests that set none."""
+    return {"temperature": _DEFAULT_TEMPERATURE, **llm.sampling_defaults}
+
+
+def effective_temperature(body: SamplingFields, llm: LLM) -> float:
+    """The temperature of a request: its own, that of the model's files, or OpenAI's default."""
+    given: float | None = body.temperature  # type: ignore[attr-defined,unused-ignore]
+    return sampling_of(llm)["temperature"] if given is None else given
 
 
 def engine_options(
     body: Options, llm: LLM, settings: Settings, namespace: str | None
 ) -> dict[str, Any]:
     """The options for `LLM.request`. Raises `ApiError` or `InvalidRequestError`."""
-    options: dict[str, Any] = {"temperature": 1.0}
+    options: dict[str, Any] = {}
+    if "temperature" not in llm.sampling_defaults:
+        options["temperature"] = _DEFAULT_TEMPERATURE
     for name in SamplingFields.model_fields:
         if (value := getattr(body, name)) is not None:
             options[name] = value
     check_extra_fields(body)
-    if options.get("temperature") == 0 and options.get("n", 1) == 1:
+    if effective_temperature(body, llm) == 0 and options.get("n", 1) == 1:
         options.pop("n", None)
     options["decoder"] = (
         check_decoder(body.decoder, settings)

@@ -21,6 +21,7 @@ from anydecode.server.admission import AdmissionMiddleware
 from anydecode.server.app import create_app
 from anydecode.server.connection import LimitedProtocol
 from anydecode.server.models import ServedModels, as_served
+from anydecode.server.options import sampling_of
 from anydecode.server.settings import Settings
 from anydecode.server.telemetry import Telemetry, from_environment
 
@@ -139,7 +140,12 @@ def serve(models: LLM | ServedModels, settings: Settings | None = None) -> None:
     logs.write_json_lines()
     # uvicorn raises the signal again when it exits; the engine must still be closed.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    logs.event("start", model=settings.name, url=f"http://{settings.host}:{settings.port}")
+    logs.event(
+        "start",
+        model=settings.name,
+        url=f"http://{settings.host}:{settings.port}",
+        sampling=sampling_of(models.loaded[0].llm),
+    )
     try:
         _server(models, telemetry).run()
     finally:

@@ -86,7 +86,8 @@ def _kinds(structured: StructuredOutputs) -> list[str]:
     """The names of the constraints that are set."""
     values = structured.model_dump(by_alias=True)
     kinds = ("json", "json_object", "regex", "grammar", "choice", "structural_tag")
-    return [name for name in kinds if values[name] is not None and values[name] is not False]
+    unset = {"json_object": (None, False)}  # as a schema, false allows nothing
+    return [name for name in kinds if values[name] not in unset.get(name, (None,))]
 
 
 def _structured_constraint(structured: StructuredOutputs, kind: str) -> Any:

@@ -30,7 +30,7 @@ from anydecode.models.files import read_json, untrusted
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.loading.llada import is_llada
 from anydecode.models.lora import row_orders
-from anydecode.models.opening import as_family, with_mask
+from anydecode.models.opening import as_family, fitted_tokenizer
 from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.models.weight_training import has_only
@@ -150,7 +150,7 @@ def _tokens(
     """The tokenizer of a model, and its special tokens."""
     if checkpoint.tokenizer is None:
         raise CheckpointError(f"{checkpoint.name}: training needs the model's tokenizer")
-    tokenizer = with_mask(checkpoint.tokenizer, spec, mask)
+    tokenizer = fitted_tokenizer(checkpoint.tokenizer, spec, mask)
     return tokenizer, _special_tokens(checkpoint, tokenizer, spec)
 
 

@@ -25,7 +25,7 @@ from anydecode.models.loading.gguf_eagle3 import ARCHITECTURE as EAGLE3
 from anydecode.models.loading.gguf_eagle3 import load_eagle3
 from anydecode.models.loading.gguf_encoder import classifier_of, is_beside_network, pooling_of
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
-from anydecode.models.loading.gguf_keys import TIME_MIXING, Keys
+from anydecode.models.loading.gguf_keys import SAMPLING, TIME_MIXING, Keys
 from anydecode.models.loading.gguf_names import (
     CONTEXT_SCALE,
     EXPERTS,
@@ -117,6 +117,7 @@ def open_gguf(file: GGUFFile) -> Checkpoint:
         for key, value in (
             ("bos_token_id", tokenizer.bos_id),
             ("eos_token_id", sorted(tokenizer.eos_ids)),
+            *((name, _sampling_value(file, key)) for name, key in SAMPLING.items()),
         )
         if value not in (None, [])
     }
@@ -129,6 +130,13 @@ def open_gguf(file: GGUFFile) -> Checkpoint:
         generation_config=generation,
         pooling=pooling_of(keys),
     )
+
+
+def _sampling_value(file: GGUFFile, key: str) -> object:
+    """A recommended sampling option, or None; a float32 as the shortest number that rounds to
+    it."""
+    value = file.metadata.get(key)
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _convert(

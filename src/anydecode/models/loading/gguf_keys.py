@@ -155,6 +155,15 @@ TIME_MIXING = ("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 #: Architectures of drafters, which are no models by themselves.
 DRAFTERS = ("eagle3", "dflash")
 
+#: By the names of `generation_config.json`: the metadata of recommended sampling options.
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
 _MISSING = object()
 
 

@@ -17,6 +17,8 @@ from anydecode.server.service import Service
 #: Without an idle time, a model stays loaded as long as the server runs.
 _NEVER = "2999-01-01T00:00:00Z"
 
+#: Ollama's names of sampling options that have another one.
+_PARAMETERS = {"repetition_penalty": "repeat_penalty"}
 #: The details of a model that has not been loaded.
 _DETAILS: dict[str, Any] = {
     "parent_model": "",
@@ -90,7 +92,10 @@ def show(service: Service) -> dict[str, Any]:
         capabilities = ["embedding"]
     return {
         "modelfile": "",
-        "parameters": "",
+        "parameters": "\n".join(
+            f"{_PARAMETERS.get(name, name):<30} {value}"
+            for name, value in service.llm.sampling_defaults.items()
+        ),
         "template": template if isinstance(template, str) else "",
         "modified_at": _modified(path, service.created),
         "details": _details(service),

@@ -86,8 +86,12 @@ def _form(body: GeneratingBody, service: Service, **fields: Any) -> tuple[ChatRe
     options: Any = body.options or ModelOptions.model_construct()
     template = service.tokenizer.chat_template
     ignored = list(ignored_names(body, service))
-    defaults = {"temperature": 0.8} if options.mirostat else _DEFAULTS
-    fields |= {name: value for name, value in defaults.items() if getattr(options, name) is None}
+    names = ("temperature",) if options.mirostat else _DEFAULTS
+    fields |= {
+        name: service.llm.sampling_defaults.get(name, _DEFAULTS[name])
+        for name in names
+        if getattr(options, name) is None
+    }
     if options.num_predict is not None:
         fields["max_tokens"] = options.num_predict if options.num_predict > 0 else None
     if options.repeat_penalty is not None:

@@ -199,7 +199,9 @@ class ResponsesApi:
             streamed=bool(body.stream or body.background),
         )
         store = None if body.store is False else self.store
-        return ResponseRun(service, body, chat_run, echo(body), Storage(store, tenant, items))
+        return ResponseRun(
+            service, body, chat_run, echo(body, service.llm), Storage(store, tenant, items)
+        )
 
     async def _items(self, body: ResponsesRequest, tenant: str | None) -> list[Item]:
         """The input items of a request, after the conversation that it continues."""

@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from anydecode.api.llm import LLM
 from anydecode.server import translation
 from anydecode.server.chat_run import render_tokens
 from anydecode.server.errors import ApiError
 from anydecode.server.field_errors import invalid_body
-from anydecode.server.options import check_extra_fields
+from anydecode.server.options import check_extra_fields, effective_temperature
 from anydecode.server.protocol import (
     INCLUDE_LOGPROBS,
     ChatRequest,
@@ -143,8 +144,8 @@ async def truncate(service: Service, chat: ChatRequest, state: dict[str, Any]) -
     chat.messages = [*system, *others[starts[low] :]]
 
 
-def echo(body: ResponsesRequest) -> dict[str, Any]:
-    """The fields of a response object that repeat the request.
+def echo(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
+    """The fields of a response object that repeat the request, or have the defaults of `llm`.
 
     Raises:
         ApiError: A number in them is not finite, which JSON cannot represent.
@@ -178,7 +179,7 @@ def echo(body: ResponsesRequest) -> dict[str, Any]:
             "summary": None,
         },
         "service_tier": "default",
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": effective_temperature(body, llm),
         "text": {
             "format": text_format,
             "verbosity": (body.text and body.text.verbosity) or "medium",
@@ -186,7 +187,7 @@ def echo(body: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": llm.sampling_defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         **{
             name: value
