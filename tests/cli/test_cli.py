@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from anydecode import LLM
+from anydecode import __main__ as entry_point
 from anydecode.api.generation import Generation, Stats
 from anydecode.cli import bench, main, options
 from anydecode.cli.chat import run_command
@@ -466,6 +467,17 @@ def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(options, "load", interrupted)
     assert invoke("generate", "x") == main.INTERRUPTED
+
+
+def test_interrupt_of_the_imports_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Imported:
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "anydecode.cli.main", Imported())
+    with pytest.raises(SystemExit) as ended:
+        entry_point.main()
+    assert ended.value.code == main.INTERRUPTED
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -178,6 +179,43 @@ def test_a_noexec_mount_is_not_used(
     with pytest.warns(UserWarning, match="is mounted noexec") as caught:
         path = build(tmp_path)
     assert path.is_relative_to(tmp_path / "temporary")
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+def failing(*arguments: Any, **options: Any) -> Path:
+    raise RuntimeError("variant.c:1:2: error: something\n 1 | x\ncc -c variant.c")
+
+
+@needs_owners
+def test_a_full_disk_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, builds: list[Path], tmp_path: Path
+) -> None:
+    """Rejects a failed build where the compiler cannot write what it compiles."""
+    home, compile_library = tmp_path / "home", library_cache.compile_library
+
+    def compiled(target: Path, *arguments: Any, **options: Any) -> Path:
+        on_full_disk = target.is_relative_to(home)
+        return (failing if on_full_disk else compile_library)(target, *arguments, **options)
+
+    def disk_usage(folder: str) -> Any:
+        return SimpleNamespace(free=4096 if Path(folder).is_relative_to(home) else 1 << 40)
+
+    monkeypatch.setattr(library_cache, "compile_library", compiled)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    with pytest.warns(UserWarning, match="No space left on device; the kernels are in") as caught:
+        assert build(tmp_path).is_relative_to(tmp_path / "temporary")
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+def test_the_errors_of_a_compiler_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, builds: list[Path], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library_cache, "compile_library", failing)
+    monkeypatch.setattr(library, "built_library", lambda: built_library(tmp_path))
+    with pytest.warns(
+        UserWarning, match="could not be built: variant.c.* error: something"
+    ) as caught:
+        assert library.load_library.__wrapped__() is None
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
 
 

@@ -137,7 +137,7 @@ def _units(
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr.strip()}")
+        raise RuntimeError(f"{done.stderr.strip()}\n{shlex.join(command)}")
 
 
 def compile_library(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, one_line
 from anydecode.kernels import interface, portable
 from anydecode.kernels.build import local_variants
 from anydecode.kernels.host import has_torch
@@ -304,13 +304,13 @@ def load_library() -> Library | None:
     try:
         path = built_library()
     except (RuntimeError, OSError) as error:
-        return _warn_missing(f"the native kernels could not be built: {error}")
+        return _warn_missing(f"the native kernels could not be built: {one_line(error)}")
     if path is None:
         return _warn_missing("no C compiler was found (install one, or the ziglang package)")
     try:
         return Library(path, os.environ.get("ANYDECODE_VARIANT"))
     except (OSError, UnicodeDecodeError) as error:  # the system's message may be no text
-        return _warn_missing(f"the native kernels could not be loaded: {error}")
+        return _warn_missing(f"the native kernels could not be loaded: {one_line(error)}")
 
 
 def _warn_missing(reason: str) -> Library | None:

@@ -8,6 +8,7 @@ this user (or to root) and nobody else can write them. Otherwise it is built aga
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -32,14 +33,16 @@ _HAS_OWNERS = hasattr(os, "geteuid")  # False on Windows, where the user's profi
 _WRITABLE_BY_OTHERS = 0o022 if _HAS_OWNERS else 0
 #: Prefix of the names of the folders in which libraries are built.
 _PREFIX = "build-"
+#: A build takes less disk space than this, in bytes.
+_MAX_BUILD_BYTES = 64 << 20
 
 
 def built_library(sources: Path = SOURCES) -> Path | None:
     """The library of the package, or an intact one of the cache, built if there is none.
 
-    Where the cache folder cannot be used (it cannot be written, belongs to another user, or is
-    mounted `noexec`), a folder of this user among the temporary files takes its place, with a
-    warning.
+    Where the cache folder cannot be used (it cannot be written, belongs to another user, is mounted
+    `noexec`, or its disk is full), a folder of this user among the temporary files takes its place,
+    with a warning.
 
     Returns:
         Its path; None where there is no library and no compiler.
@@ -136,7 +139,12 @@ def _build(target: Path, compiler: Sequence[str], sources: Path) -> None:
     note("building the kernels for this machine, which happens once")
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=target.parent) as folder:
         built = Path(folder) / target.name
-        compile_library(built, compiler, sources, variants=local_variants())
+        try:
+            compile_library(built, compiler, sources, variants=local_variants())
+        except RuntimeError:
+            if shutil.disk_usage(folder).free < _MAX_BUILD_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+            raise
         _hash_file(built).write_bytes(_hash(built))
         for path in (_hash_file(built), built):
             path.chmod(0o755)
