@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode.certification.tiny import tiny_model
+from anydecode.certification.tiny import routed_model, tiny_model
 from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.models import mamba_blocks
 from anydecode.models.exit_files import model_fingerprint, read_exits, write_exits
 from anydecode.models.exit_heads import ExitHeads
 from anydecode.models.exit_routers import ExitRouters
@@ -115,3 +116,34 @@ def test_bad_blocks_of_routers_are_refused(tmp_path: Path, mistake: str) -> None
     write_exits(file, {"down.weight": {2: down}, "up.weight": {2: up}, **parts}, "a model")
     with pytest.raises(CheckpointError, match="exit routers .*(do not fit|has the shapes)"):
         ExitRouters.load(file)
+
+
+@pytest.mark.parametrize("mistake", ["a part is missing", "another window", "another size"])
+def test_bad_mamba_blocks_of_routers_are_refused(tmp_path: Path, mistake: str) -> None:
+    file, down, up = tmp_path / "routers.safetensors", zeros(3, 8), zeros(1, 3)
+    size = 6 if mistake == "another size" else 8
+    shapes: dict[str, tuple[int, ...]] = {
+        "norm": (size,), "in_proj": (10, size), "conv": (5, 4), "conv_bias": (5,),
+        "x_proj": (8, 5), "dt_proj": (5, 2), "dt_bias": (5,), "a_log": (5, 3), "skip": (5,),
+        "out_proj": (size, 5),
+    }  # fmt: skip
+    if mistake == "a part is missing":
+        del shapes["skip"]
+    elif mistake == "another window":
+        shapes["conv"] = (4, 5)
+    parts = {f"mamba.{name}": {2: zeros(*shape)} for name, shape in shapes.items()}
+    write_exits(file, {"down.weight": {2: down}, "up.weight": {2: up}, **parts}, "a model")
+    with pytest.raises(CheckpointError, match="exit routers .*(do not fit|has the shapes)"):
+        ExitRouters.load(file)
+
+
+def test_mamba_blocks_of_routers_come_back_as_they_were(tmp_path: Path) -> None:
+    file = tmp_path / "routers.safetensors"
+    with routed_model("mamba") as llm:
+        own: ExitRouters = llm.model.exit_routers  # type: ignore[attr-defined]
+    own.save(file)
+    found = ExitRouters.load(file)
+    assert found.block is None and found.mamba is not None and own.mamba is not None
+    for part in mamba_blocks.PARTS:
+        for exit in own.exits:
+            assert np.array_equal(getattr(found.mamba, part)[exit], getattr(own.mamba, part)[exit])

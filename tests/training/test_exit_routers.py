@@ -16,7 +16,7 @@ from anydecode import LLM
 from anydecode.certification.tiny import tiny_llm, tiny_model
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_files import model_fingerprint
-from anydecode.models.exit_routers import ExitRouters
+from anydecode.models.exit_routers import ExitRouters, RouterStates
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.training import curve
 from anydecode.training.exit_routers import Body, RouterRecipe, RouterRun, are_similar
@@ -52,6 +52,51 @@ def test_routers_separate_states_by_their_label(tmp_path: Path, body: Body, step
     np.testing.assert_allclose(routers(3, states), expected.numpy(), atol=1e-4)
     with pytest.raises(InvalidRequestError, match="or another body"):
         _run(tmp_path, steps, "mlp" if body == "block" else "block")
+
+
+class _Remembering(RouterRun):
+    """An exit whose label is the sign of the first feature of the token two before, in texts of
+    different lengths."""
+
+    def _collect(self, llm: LLM, prompts: Any, report: Any) -> ExitRows:
+        random, lengths = np.random.default_rng(0), [5, 9, 12, 7] * 100
+        states, labels = [], []
+        for length in lengths:
+            states.append(random.standard_normal((length, 8), np.float32))
+            labels.append(np.r_[False, False, states[-1][:-2, 0] > 0])
+        rows, positive = (torch.from_numpy(np.concatenate(one)) for one in (states, labels))
+        return ExitRows({2: rows}, {2: positive}, sum(lengths[:40]), lengths)
+
+
+def test_a_block_of_mamba_learns_what_earlier_tokens_say(tmp_path: Path) -> None:
+    recipe = RouterRecipe(steps=80, width=16, rate=2e-2, threshold=0.5, body="mamba")
+    with tiny_llm() as llm:
+        run = _Remembering(llm, tmp_path, recipe, ["a", "b"])
+    run.train()
+    (quality,) = run.qualities()
+    assert quality.precision > 0.8 and quality.loss < 0.4
+    routers, states = ExitRouters.load(run.path), run.rows.inputs[2].numpy()
+    first = 0
+    for length in (5, 9, 12):
+        text, before = states[first : first + length], RouterStates()
+        with torch.no_grad():
+            logits = run.networks["2"](torch.from_numpy(text[None]))[0, :, 0]
+        found = [routers.read(2, one, before) for one in text]
+        np.testing.assert_allclose(found, torch.sigmoid(logits).numpy(), atol=1e-4)
+        first += length
+
+
+@pytest.mark.slow
+def test_blocks_of_mamba_of_a_model_run_in_it(tmp_path: Path) -> None:
+    recipe = RouterRecipe(steps=2, interval=1, width=4, tokens=8, label="token", body="mamba")
+    with LLM("tiny-autoregressive") as llm:
+        run = RouterRun(llm, tmp_path, recipe, ["copy Ada", "a b c", "one two"])
+        run.train()
+        lengths = run.rows.lengths
+        assert lengths is not None and len(lengths) == 3 and max(lengths) <= 8
+        assert len(run.rows.inputs[1]) == sum(lengths)
+        decoder = f"tide:min_layers=0,threshold=0.2,routers={run.path}"
+        assert len(llm.generate("a", decoder=decoder, max_tokens=8, ignore_eos=True).tokens) == 8
 
 
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
@@ -121,7 +166,7 @@ def _network(llm: LLM) -> Any:
 def test_bad_recipes_are_refused_in_one_line() -> None:
     with pytest.raises(InvalidRequestError, match="choose from cosine, token"):
         RouterRecipe(steps=1, label="other")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="choose from mlp, block"):
+    with pytest.raises(InvalidRequestError, match="choose from mlp, block, mamba"):
         RouterRecipe(steps=1, body="other")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="must be more than 0"):
         RouterRecipe(steps=1, width=0)

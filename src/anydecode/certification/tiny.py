@@ -19,6 +19,7 @@ from anydecode.models.exit_predictors import NUM_CANDIDATES, NUM_FEATURES, ExitP
 from anydecode.models.exit_routers import ExitRouters
 from anydecode.models.families import load_network
 from anydecode.models.layer_routers import LayerRouters
+from anydecode.models.mamba_blocks import MambaBlocks
 from anydecode.models.network import Network
 from anydecode.models.opening import choose_executor
 from anydecode.models.scripted import BYTE_VOCABULARY, ByteTokenizer
@@ -249,29 +250,45 @@ def early_exit_model() -> LLM:
     return with_drafter(partial(early_exit_checkpoint, sharpness=2.0), cache_positions=4096)
 
 
-def routed_model(has_blocks: bool = False) -> LLM:
-    """An engine over a tiny model with random exit routers behind every second layer; with
-    `has_blocks`, these have the feed-forward block of a transformer."""
+def routed_model(body: str = "mlp") -> LLM:
+    """An engine over a tiny model with random exit routers behind every second layer, of a `body`
+    of `anydecode train depth --recipe tide`."""
     model = tiny_model(layers=16, residual=0.3)
-    add_routers(model, range(2, 16, 2), has_blocks)
+    add_routers(model, range(2, 16, 2), body)
     return LLM(model, tokenizer=ByteTokenizer(), cache_positions=4096)
 
 
-def add_routers(model: Any, exits: Seq[int], has_blocks: bool = False) -> None:
+def add_routers(model: Any, exits: Seq[int], body: str = "mlp") -> None:
     """Give a model random exit routers behind these numbers of layers; see `routed_model`."""
     random = np.random.default_rng(3)
     hidden = model.spec.hidden_size
     down = {one: random.standard_normal((8, hidden), np.float32) / 2 for one in exits}
     up = {one: random.standard_normal(8, np.float32) for one in exits}
-    fingerprint, block = model_fingerprint(model.network), None
-    if has_blocks:
-        shapes = {"norm": (hidden,), "gate": (8, hidden), "up": (8, hidden), "down": (hidden, 8)}
-        parts = {
+    fingerprint, block, mamba = model_fingerprint(model.network), None, None
+
+    def parts(shapes: dict[str, tuple[int, ...]]) -> dict[str, dict[int, np.ndarray]]:
+        return {
             name: {one: random.standard_normal(shape, np.float32) for one in exits}
             for name, shape in shapes.items()
         }
-        block = SmallMlps(**parts, fingerprint=fingerprint)
-    model.exit_routers = ExitRouters(down, up, fingerprint, "token 1", block)
+
+    if body == "block":
+        shapes = {"norm": (hidden,), "gate": (8, hidden), "up": (8, hidden), "down": (hidden, 8)}
+        block = SmallMlps(**parts(shapes), fingerprint=fingerprint)
+    elif body == "mamba":
+        shapes = {
+            "norm": (hidden,), "in_proj": (12, hidden), "conv": (6, 4), "conv_bias": (6,),
+            "x_proj": (2 + 2 * 5, 6), "dt_proj": (6, 2), "dt_bias": (6,), "a_log": (6, 5),
+            "skip": (6,), "out_proj": (hidden, 6),
+        }  # fmt: skip
+        found = parts(shapes)
+        for name in ("in_proj", "x_proj", "out_proj"):  # so that results are as large as states
+            found[name] = {
+                one: matrix / np.sqrt(np.float32(matrix.shape[1]))
+                for one, matrix in found[name].items()
+            }
+        mamba = MambaBlocks(**found)
+    model.exit_routers = ExitRouters(down, up, fingerprint, "token 1", block, mamba)
 
 
 def predicting_model(**options: Any) -> LLM:

@@ -32,7 +32,7 @@ def write_exits(path: Path, parts: dict[str, ByExit], fingerprint: str, target: 
 
 
 def read_exits(
-    path: Path, parts: Seq[str], what: str, optional: Seq[str] = ()
+    path: Path, parts: Seq[str], what: str, *optional: Seq[str]
 ) -> tuple[list[ByExit], dict[str, str]]:
     """Read the file that `write_exits` writes.
 
@@ -40,7 +40,7 @@ def read_exits(
         path: The file.
         parts: The parts of each exit or layer.
         what: What the file has, for errors.
-        optional: Further parts, all of which a file has, or none.
+        *optional: Groups of further parts: a file has all parts of a group, or none.
 
     Returns:
         The tensors of each part, float32, the optional ones last and empty where the file has none,
@@ -51,15 +51,17 @@ def read_exits(
             finite.
     """
     tensors, metadata = read_tensors(path, what)
-    found: dict[str, ByExit] = {part: {} for part in (*parts, *optional)}
+    found: dict[str, ByExit] = {part: {} for group in (parts, *optional) for part in group}
     try:
         for name, tensor in tensors.items():
             _, exit, part = name.split(".", 2)
             found[part][int(exit)] = tensor
     except (ValueError, KeyError):
         raise CheckpointError(f"{what} {path}: has an unknown tensor {name}") from None
-    is_whole = any(found[part] for part in optional)
-    first, *others = (found[part] for part in (*parts, *(optional if is_whole else ())))
+    used = [*parts]
+    for group in optional:
+        used += group if any(found[part] for part in group) else ()
+    first, *others = (found[part] for part in used)
     if not (first and all(one.keys() == first.keys() for one in others)):
         raise CheckpointError(f"{what} {path}: the tensors do not fit together")
     return list(found.values()), {"fingerprint": "", "target": "", **metadata}

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_routers import EPS, FILE_NAME, ExitRouters
 from anydecode.training.exit_run import HELD_OUT, ExitRecipe, ExitRows, ExitRun, Report
 from anydecode.training.generated import read_states, run_requests
+from anydecode.training.mamba_block import MambaBlock, mamba_blocks
 from anydecode.training.small_mlps import SmallMlp, small_mlps
 from anydecode.training.transformer import Norm
 
 #: What a router learns to predict.
 Label = Literal["cosine", "token"]
 #: What a router consists of.
-Body = Literal["mlp", "block"]
+Body = Literal["mlp", "block", "mamba"]
 #: Rows of the head that are computed at a time.
 CHUNK = 256
 
@@ -39,7 +41,8 @@ class RouterRecipe(ExitRecipe):
         interval: Layers from one exit to the next.
         similarity: See `label`.
         body: "mlp": a router has one hidden layer; "block": in front of that it has the
-            feed-forward block of a transformer.
+            feed-forward block of a transformer; "mamba": a block of Mamba, which reads the
+            answer's tokens one after the other.
     """
 
     label: Label = "cosine"
@@ -52,8 +55,9 @@ class RouterRecipe(ExitRecipe):
         super().__post_init__()
         if self.label not in ("cosine", "token"):
             raise InvalidRequestError(f"label is {self.label!r}; choose from cosine, token")
-        if self.body not in ("mlp", "block"):
-            raise InvalidRequestError(f"body is {self.body!r}; choose from mlp, block")
+        if self.body not in get_args(Body):
+            known = ", ".join(get_args(Body))
+            raise InvalidRequestError(f"body is {self.body!r}; choose from {known}")
         if min(self.top_k, self.interval) < 1:
             raise InvalidRequestError("top_k and interval must be 1 or more")
 
@@ -91,16 +95,21 @@ class RouterRun(ExitRun):
 
     def routers(self) -> ExitRouters:
         """The routers as they are now."""
-        down, up, blocks = {}, {}, {}
+        down, up = {}, {}
+        blocks: dict[int, nn.Module] = {}
         networks: Any = self.networks
         for name, network in networks.items():
             weights = list(network.parameters())
             down[int(name)] = weights[-2].detach().numpy().copy()
             up[int(name)] = weights[-1].detach().numpy()[0].copy()
-            if self.recipe.body == "block":
-                blocks[int(name)] = network[0].mlp
-        block = small_mlps(blocks, self.fingerprint) if blocks else None
-        return ExitRouters(down, up, self.fingerprint, self.recipe.target, block)
+            if self.recipe.body != "mlp":
+                blocks[int(name)] = network[0]
+        block = mamba = None
+        if self.recipe.body == "block":
+            block = small_mlps({exit: one.mlp for exit, one in blocks.items()}, self.fingerprint)  # type: ignore[misc]
+        elif self.recipe.body == "mamba":
+            mamba = mamba_blocks(blocks)
+        return ExitRouters(down, up, self.fingerprint, self.recipe.target, block, mamba)
 
     def _write(self) -> None:
         self.routers().save(self.path)
@@ -111,7 +120,20 @@ class RouterRun(ExitRun):
         head = first, nn.SiLU(), nn.Linear(width, 1, bias=False)
         if self.recipe.body == "block":
             return nn.Sequential(FeedForward(num_features, width), *head)
+        if self.recipe.body == "mamba":
+            return nn.Sequential(MambaBlock(num_features, width, EPS), *head)
         return nn.Sequential(*head)
+
+    def _logits(self, exit: int, part: slice) -> torch.Tensor:
+        if self.recipe.body != "mamba":
+            return super()._logits(exit, part)
+        assert self.rows.lengths is not None, "collected for this body"
+        texts = torch.split(self.rows.inputs[exit], self.rows.lengths)
+        ends = list(accumulate(self.rows.lengths))
+        first, stop, _ = part.indices(ends[-1])
+        chosen = [text for text, end in zip(texts, ends, strict=True) if first < end <= stop]
+        logits = self.networks[str(exit)](nn.utils.rnn.pad_sequence(chosen, batch_first=True))
+        return torch.cat([row[: len(text), 0] for row, text in zip(logits, chosen, strict=True)])
 
     def _collect(self, llm: LLM, prompts: Seq[list[int]], report: Report) -> ExitRows:
         recipe, depth = self.recipe, llm.model.spec.num_layers
@@ -130,7 +152,15 @@ class RouterRun(ExitRun):
         parts: list[list[np.ndarray]] = []
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             report("states", index / len(prompts))
-            parts.append(read_states(llm, [*prompt, *answer.tokens], (*exits, depth)))
+            states = read_states(llm, [*prompt, *answer.tokens], (*exits, depth))
+            # A block of Mamba starts behind the prompt, as it does in a generation.
+            start = len(prompt) if recipe.body == "mamba" else 0
+            parts.append([one[start:] for one in states])
+        parts = [part for part in parts if len(part[-1])]
+        if len(parts) < 2:
+            raise InvalidRequestError(
+                "training needs two answers or more: the model has answered fewer of the prompts"
+            )
         *states, last = (np.concatenate(one) for one in zip(*parts, strict=True))
         best = None
         if recipe.label == "token":
@@ -143,9 +173,9 @@ class RouterRun(ExitRun):
                 positive = (most_probable(llm.model, inputs) == best).any(-1)
             labels[exit] = torch.from_numpy(positive)
         num_texts = max(1, int(HELD_OUT * len(parts)))
-        num_held_out = sum(len(one[-1]) for one in parts[:num_texts])
+        lengths = [len(one[-1]) for one in parts]
         inputs_by_exit = dict(zip(exits, map(torch.from_numpy, states), strict=True))
-        return ExitRows(inputs_by_exit, labels, num_held_out)
+        return ExitRows(inputs_by_exit, labels, sum(lengths[:num_texts]), lengths)
 
 
 def are_similar(states: np.ndarray, last: np.ndarray, similarity: float) -> np.ndarray:

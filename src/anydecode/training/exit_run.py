@@ -103,11 +103,13 @@ class ExitRows:
         inputs: By number of layers before the exit, float32 `[rows, features]`.
         labels: The same, bool `[rows]`: whether the token may leave.
         num_held_out: Leading rows that are not trained on.
+        lengths: Rows of each text, one text after the other; None: not known.
     """
 
     inputs: dict[int, torch.Tensor]
     labels: dict[int, torch.Tensor]
     num_held_out: int
+    lengths: list[int] | None = None
 
 
 class ExitRun(WeightRun):

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.certification.oracles.depth.dynamax import routed_mamba
+from anydecode.certification.oracles.depth.dynamax import routed_mamba, scanned
 from anydecode.certification.tiny import add_routers, routed_model, tiny_model
 from anydecode.decoders.depth.dynamax import CopiedExit, Dynamax, KeptExit
 from anydecode.decoders.depth.routed_exits import RoutedExit
 from anydecode.errors import AnydecodeError
 from anydecode.kernels.routes import RoutedPass
-from anydecode.models.exit_routers import ExitRouters
+from anydecode.models import mamba_blocks
+from anydecode.models.exit_routers import EPS, ExitRouters, RouterStates
+from anydecode.models.mamba_blocks import MambaBlocks, MambaState
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.models.small_mlps import SmallMlps
 from certificates import assert_certified, assert_rejected, replace_defaults
@@ -52,6 +54,65 @@ def test_other_blocks_of_classifiers_are_rejected(
 
     monkeypatch.setattr(SmallMlps, "__call__", wrong)
     assert_rejected("dynamax")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", ["forgets", "no window", "one memory for all exits", "not added", "no gate"]
+)
+def test_other_mamba_blocks_of_classifiers_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    own, read = MambaBlocks.__call__, ExitRouters.read
+
+    def wrong(self: MambaBlocks, exit: int, x: Any, before: MambaState, eps: float) -> Any:
+        if mistake == "forgets":
+            before = self.start(exit)
+        elif mistake == "no window":
+            before = MambaState(np.zeros_like(before.inputs), before.state)
+        added, after = own(self, exit, x, before, eps)
+        return (added - x if mistake == "not added" else added), after
+
+    def shared(self: ExitRouters, exit: int, state: np.ndarray, before: RouterStates) -> float:
+        for one in list(before.values()):
+            before[exit] = one
+        result = read(self, exit, state, before)
+        for other in before:
+            before[other] = before[exit]
+        return result
+
+    if mistake == "one memory for all exits":
+        monkeypatch.setattr(ExitRouters, "read", shared)
+    elif mistake == "no gate":
+        monkeypatch.setattr(mamba_blocks, "_silu", lambda x: 0.5 * (1 + np.tanh(0.5 * x)))
+    else:
+        monkeypatch.setattr(MambaBlocks, "__call__", wrong)
+    assert_rejected("dynamax")
+
+
+@pytest.mark.parametrize("decoder", ["dynamax", "tide", "dynamax:state=keep"])
+def test_classifiers_of_mamba_read_one_text_each(decoder: str) -> None:
+    """Texts of a batch are those that each has alone, and without what the classifiers remember
+    they are others."""
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "decoder": decoder}
+    prompts = ["abc", "the cat", "q"]
+    with routed_mamba("mamba") if "keep" in decoder else routed_model("mamba") as llm:
+        together = [one.tokens for one in llm.generate(prompts, **options)]
+        assert together == [llm.generate(prompt, **options).tokens for prompt in prompts]
+        with pytest.MonkeyPatch.context() as patch:
+            own = ExitRouters.read
+            patch.setattr(ExitRouters, "read", lambda self, exit, x, before: own(self, exit, x, {}))
+            assert [one.tokens for one in llm.generate(prompts, **options)] != together
+
+
+def test_a_block_of_mamba_adds_what_the_whole_text_gives() -> None:
+    with routed_model("mamba") as llm:
+        blocks: MambaBlocks = llm.model.exit_routers.mamba  # type: ignore[attr-defined]
+    read = list(np.random.default_rng(0).standard_normal((6, len(blocks.norm[8]))))
+    state = blocks.start(8)
+    for length in range(1, 7):
+        added, state = blocks(8, read[length - 1], state, EPS)
+        np.testing.assert_allclose(added, scanned(blocks, 8, read[:length]), rtol=1e-9)
 
 
 def test_exits_in_the_lower_half_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -386,8 +386,9 @@ def train_exit_routers(
         str,
         typer.Option(
             "--body",
-            help="What a router is: mlp (one hidden layer) or block (and the feed-forward block of"
-            " a transformer in front of it).",
+            help="What a router is: mlp (one hidden layer), or in front of it block (the"
+            " feed-forward block of a transformer) or mamba (a block of Mamba, which reads one"
+            " token of an answer after the other).",
         ),
     ] = "mlp",
     minutes: ExitMinutes = None,

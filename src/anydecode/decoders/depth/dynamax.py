@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import numpy as np
 from anydecode.catalogue import Card, Range, Words, register
 from anydecode.decoders.depth.routed_exits import RoutedExit, RoutedExits
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.kernels.interface import Rows, Variant
+from anydecode.kernels.interface import Rows
 from anydecode.kernels.recurrent import path_slots
-from anydecode.kernels.routes import Guide, RoutedPass
+from anydecode.kernels.routes import RoutedPass
 from anydecode.models.exit_routers import ExitRouters
-from anydecode.scoring.score import DecoderAction
-from anydecode.scoring.sequence import Sequence
 
 #: What recurrent layers behind an exit do with their state.
 STATES = ("update", "keep")
@@ -31,17 +28,6 @@ class CopiedExit(RoutedExit):
     def leave(self, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
         routed.copy(active, exit, routed.num_layers)
         routed.stop(active, routed.num_layers)
-
-
-@dataclass(eq=False)
-class TextGuide(Guide):
-    """What a route knows of a row of the generated text.
-
-    Attributes:
-        past: While the row runs, the guides of the generated tokens before it.
-    """
-
-    past: list[Guide] = field(default_factory=list)
 
 
 class KeptExit(RoutedExit):
@@ -89,7 +75,6 @@ class KeptExit(RoutedExit):
         " that the token will not change; the layers behind copy the keys and values.",
         needs=("exit routers",),
         works_with=("constraints", "samplers", "batches"),
-        missing=("classifiers that are a block of Mamba, which have a state of their own",),
         measured=(
             "0.71 times the speed of plain decoding on SmolLM2-135M-Instruct (Q4_1), with 43.8%"
             " of tokens as the full model (AMD EPYC, 2 cores; `anydecode bench depth`,"
@@ -100,7 +85,10 @@ class KeptExit(RoutedExit):
             " 0.9 and 3",
             "each classifier is trained alone, without the weights that fall with the depth",
             "the repetition penalty is the request's",
-            "prompts run through all layers",
+            "prompts run through all layers; a classifier that is a block of Mamba (`--body mamba`)"
+            " starts behind them and reads the generated tokens that come to its exit, in training"
+            " all of them; its sizes, and a hidden layer in the place of the head behind it, are"
+            " guesses",
         ),
         remote={"threshold": Range(0, 1), "state": Words(STATES)},
     )
@@ -156,10 +144,3 @@ class Dynamax(RoutedExits):
                 "dynamax copies keys and values, and the layers of this model store different ones"
             )
         return CopiedExit(trained, exits, self.threshold)
-
-    def guides(
-        self, sequence: Sequence, variant: Variant | None, tokens: list[int], past: list[Guide]
-    ) -> Generator[DecoderAction, Any, list[Guide]]:
-        if isinstance(variant, KeptExit):
-            return [TextGuide(past=past) for _ in tokens]
-        return (yield from super().guides(sequence, variant, tokens, past))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,17 +13,45 @@ from anydecode.decoders.decoder import Requirements
 from anydecode.decoders.depth.trained_routes import TrainedRoutes
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.interface import Rows, Variant
-from anydecode.kernels.routes import Route, RoutedPass
-from anydecode.models.exit_routers import ExitRouters
+from anydecode.kernels.routes import Guide, Route, RoutedPass
+from anydecode.models.exit_routers import ExitRouters, RouterStates
+from anydecode.scoring.score import DecoderAction
 from anydecode.scoring.sequence import Sequence
+
+
+@dataclass(eq=False)
+class TextGuide(Guide):
+    """What a route knows of a row of the generated text.
+
+    Attributes:
+        past: While the row runs, the guides of the generated tokens before it.
+        router_states: Result: what the routers remember of the text up to the row.
+    """
+
+    past: list[Guide] = field(default_factory=list)
+    router_states: RouterStates = field(default_factory=dict)
 
 
 class RoutedExit(Route):
     """Rows leave at the first exit whose router is sure, and store what the layers behind make of
-    their states."""
+    their states. A router that remembers the text reads the rows that come to its exit."""
 
     def __init__(self, routers: ExitRouters, exits: list[int], threshold: float) -> None:
         self.routers, self.exits, self.threshold = routers, exits, threshold
+        self.is_sequential = self.is_sequential or routers.mamba is not None
+
+    def _probabilities(self, routed: RoutedPass, active: np.ndarray, exit: int) -> np.ndarray:
+        """Those of the routers of `exit` for the rows `active`."""
+        states = routed.states[active]
+        if self.routers.mamba is None:
+            return self.routers(exit, states)
+        guides: list[TextGuide] = [routed.guides[row] for row in active]
+        return np.array(
+            [
+                self.routers.read(exit, state, guide.router_states)
+                for state, guide in zip(states, guides, strict=True)
+            ]
+        )
 
     def leave(self, routed: RoutedPass, active: np.ndarray, exit: int) -> None:
         """Store the rows `active` in the layers behind `exit`."""
@@ -36,12 +66,15 @@ class RoutedExit(Route):
     def run(self, routed: RoutedPass) -> None:
         active, layer, depth = np.arange(len(routed.states)), 0, routed.num_layers
         rows = routed.rows
+        if self.routers.mamba is not None:
+            for guide in routed.guides:
+                guide.router_states = dict(guide.past[-1].router_states) if guide.past else {}
         for exit in self.exits:
             self.enter(routed, rows, active, layer, exit)
             routed.run(active, layer, exit)
             routed.count(active, exit - layer, exit - layer)
             layer = exit
-            is_sure = self.routers(exit, routed.states[active]) > self.threshold
+            is_sure = self._probabilities(routed, active, exit) > self.threshold
             # Later rows read the keys and values of those that leave, in the same pass too.
             self.leave(routed, active[is_sure], exit)
             active = active[~is_sure]
@@ -85,3 +118,13 @@ class RoutedExits(TrainedRoutes):
     def variant(self, sequence: Sequence, index: int) -> Variant | None:
         route: RoutedExit = self.trained_route(sequence)
         return route
+
+    def guides(
+        self, sequence: Sequence, variant: Variant | None, tokens: list[int], past: list[Guide]
+    ) -> Generator[DecoderAction, Any, list[Guide]]:
+        if not isinstance(variant, RoutedExit):
+            return (yield from super().guides(sequence, variant, tokens, past))
+        for guide in past[-2:-1]:  # the next row reads the last one's alone
+            assert isinstance(guide, TextGuide), "made below"
+            guide.router_states = {}
+        return [TextGuide(past=past) for _ in tokens]

@@ -21,7 +21,11 @@ from anydecode.decoders.speculative.draft_model import ModelDrafter
         ),
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
-        deviations=("drafts come from a smaller model, not from trained heads",),
+        deviations=(
+            "drafts come from a smaller model, not from trained heads",
+            "the token behind the accepted drafts is sampled as plain decoding samples it; in the"
+            " released code it is the most probable one at every temperature, unless fast=False",
+        ),
         remote={"size": Range(1, 64), "epsilon": Range(0, 1), "delta": Range(0, 1)},
     )
 )
