@@ -20,7 +20,7 @@ _ERF = np.vectorize(math.erf, otypes=[np.float64])
 _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0.0),
-    "gelu": lambda x: x * 0.5 * (1.0 + _ERF(x / math.sqrt(2.0))),
+    "gelu": lambda x: gelu(x),
     "silu": lambda x: x * sigmoid(x),
 }
 #: The functions of scores, by the last part of their names in torch.
@@ -82,6 +82,12 @@ class Classifier:
         weights = np.exp(logits - logits.max())
         normalised: np.ndarray = weights / weights.sum()
         return normalised
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x times the normal distribution function of x."""
+    result: np.ndarray = x * 0.5 * (1.0 + _ERF(x / math.sqrt(2.0)))
+    return result
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

@@ -25,12 +25,15 @@ class PromptEmbeds:
             attention), or None.
         key: A name of the rows that no others have, such as a digest of an image and its encoder.
             Empty: a digest of the rows.
+        is_grid: Whether a square number of rows are the patches of an image, from left to right and
+            from top to bottom. False where an encoder has merged some of them.
     """
 
     first: int
     rows: np.ndarray
     importance: np.ndarray | None = None
     key: str = ""
+    is_grid: bool = True
 
     @property
     def stop(self) -> int:

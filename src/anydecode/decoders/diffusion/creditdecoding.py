@@ -62,7 +62,10 @@ class CreditDenoiser(Denoiser):
         summary="Raises the confidence of tokens that stay the most likely over several passes.",
         needs=("diffusion model",),
         works_with=("batches", "samplers", "constraints", "streaming", "infilling"),
-        deviations=("only tokens that were the most likely in some pass have credit",),
+        deviations=(
+            "only tokens that were the most likely in some pass have credit",
+            "blocks of up to 32 positions by default (the paper's analysis: 64)",
+        ),
         remote={
             "threshold": Range(0, 1),
             "weight": Range(0, 100),

@@ -1,11 +1,14 @@
 """MustDrop (Liu et al., "Multi-Stage Vision Token Dropping: Towards Efficient Multimodal Large
 Language Model", arXiv:2411.10803).
 
-Similar neighbouring vision tokens are merged before the first layer. After some layers, vision
-tokens with little attention from the text are dropped.
+Similar neighbouring vision tokens are merged in the vision encoder (`models/clip.py`), which also
+finds the key tokens; rows of another encoder are merged before the first layer. After some layers,
+vision tokens with little attention from the text are dropped, unless they are key tokens.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from anydecode.decoders.prefill.prefilled import (
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.memory.sequence_cache import SequenceCache
+from anydecode.models.similar_windows import similar_windows
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from anydecode.scoring.score import Decoding
 from anydecode.scoring.sequence import Sequence
@@ -36,17 +40,11 @@ def merged(rows: np.ndarray, side: int, alike: float) -> tuple[np.ndarray, np.nd
     Returns:
         The rows, and a boolean array that is True for the rows that remain.
     """
-    rows, remain = rows.copy(), np.ones(len(rows), bool)
-    grid = np.arange(side * side).reshape(side, side)
-    for top in range(0, side - 2, 3):
-        for left in range(0, side - 2, 3):
-            window = grid[top : top + 3, left : left + 3].ravel()
-            norms = np.linalg.norm(rows[window], axis=1, keepdims=True)
-            unit = rows[window] / np.maximum(norms, 1e-12)
-            cosines = unit @ unit.T
-            if (cosines.sum() - cosines.trace()) / 72 >= alike:
-                rows[window[0]] = rows[window].mean(0)
-                remain[window[1:]] = False
+    remain, windows = np.ones(len(rows), bool), similar_windows(rows, side, alike)
+    rows = rows.copy()
+    for window in windows:
+        rows[window[0]] = rows[window].mean(0)
+        remain[window[1:]] = False
     return rows, remain
 
 
@@ -68,11 +66,11 @@ def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
         summary="Merges similar vision tokens and drops those with little attention from the text.",
         needs=("embeddings in the prompt (prompt_embeds): without, nothing is dropped",),
         works_with=WORKS_WITH,
-        missing=("the stage in the vision encoder, which merges tokens and finds the key tokens",),
         deviations=(
-            "works on the embeddings given with the prompt: similar neighbours are merged there,"
-            " not in the vision encoder; the importance given with them selects the tokens that"
-            " are never dropped",
+            "works on the embeddings given with the prompt and their importance, which selects the"
+            " tokens that are never dropped. `models/clip.py` computes both as published; of"
+            " another encoder, similar neighbours among the embeddings are merged, at the position"
+            " of the first",
             "the remaining tokens keep their positions, as their cached keys are already rotated",
             "only the text after the vision tokens counts, as earlier tokens do not see them",
         ),
@@ -88,7 +86,8 @@ def dropped(attention: np.ndarray, overall: float, single: float) -> np.ndarray:
 class MustDrop(Prefilled):
     """Drops vision tokens after four layers: 2, 6, 10 and 14 of 32, other depths in proportion.
 
-    Vision tokens that form a square grid are merged first.
+    Vision tokens that form a square grid are merged first, unless their encoder has merged them
+    (`PromptEmbeds.is_grid`).
 
     Args:
         overall: A token is dropped if its share of the text's attention is below this ...
@@ -127,7 +126,7 @@ class MustDrop(Prefilled):
         num_layers = kv_cache.pool.model.spec.num_layers
         is_kept = np.ones(length, bool)
         side = round(len(media.rows) ** 0.5)
-        if side * side == len(media.rows) and side > 2:
+        if media.is_grid and side * side == len(media.rows) and side > 2:
             rows, remaining = merged(media.rows, side, self.alike)
             state[media.first : media.stop] = rows
             is_kept[media.first : media.stop] = remaining
@@ -164,7 +163,7 @@ class MustDrop(Prefilled):
     def _protected(self, media: PromptEmbeds, length: int) -> np.ndarray:
         """Boolean `[length]`: the positions that are never dropped."""
         is_protected = np.zeros(length, bool)
-        count = int(self.key * len(media.rows) + 0.5)
+        count = ceil(self.key * len(media.rows))
         if media.importance is not None and count:
             order = np.argsort(-media.importance, kind="stable")[:count]
             is_protected[media.first + order] = True

@@ -122,8 +122,8 @@ class _WindowSession(TreeSession):
             " states before it, and keeps a copy in a cache of its own; all its rows are kept too,"
             " though they attend to the window only",
             "of a draft model that is no such layer, positions outside the sinks and the window"
-            " are evicted, and leave gaps in the positions; other drafters that read the target's"
-            " states, such as EAGLE's, keep all positions",
+            " are evicted after each round, and leave gaps in the positions; other drafters that"
+            " read the target's states, such as EAGLE's, keep all positions",
             "in training the target's states are those of the texts' own positions, and only its"
             " keys have the shifted ones; texts are the target's own, and the loss is that of the"
             " other recipes of drafters",

@@ -224,6 +224,7 @@ class _Session(DraftSession):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
+            "4 drafts by default (the released code: 5)",
             "the draft model's own weights are trained if they are floating point numbers of a"
             " transformer with attention, RMS norms and gated MLPs, by default if there are at most"
             " 20 million, and without a namespace; otherwise, a low-rank addition to its output"

@@ -148,6 +148,15 @@ def load_folder(path: Path) -> Checkpoint:
     )
 
 
+def open_tensors(path: Path) -> LazyTensors:
+    """All tensors of the safetensors files of a folder, by the names that they have there.
+
+    Raises:
+        CheckpointError: As in `load_folder`.
+    """
+    return LazyTensors(path, _open_files(_files(path)))
+
+
 def _with_head(config: dict[str, Any]) -> dict[str, Any]:
     """The config of an embedding model that was saved without a head, as if it had one."""
     names = config.get("architectures")

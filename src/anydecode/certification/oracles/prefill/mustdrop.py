@@ -1,5 +1,6 @@
-"""Oracle test of mustdrop (MustDrop, arXiv:2411.10803): merging and dropping by hand, and the
-positions that a dense pass with the same thresholds leaves."""
+"""Oracle test of mustdrop (MustDrop, arXiv:2411.10803): merging and dropping by hand, the stage in
+the vision encoder replayed head by head, and the positions that a dense pass with the same
+thresholds leaves."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ from typing import Any
 import numpy as np
 
 from anydecode.certification.checks import Check, measure, oracle_test
+from anydecode.certification.oracles.prefill.clip_forward import (
+    EncoderForward,
+    image,
+    tiny_encoder,
+)
 from anydecode.certification.oracles.prefill.dense_pass import (
     DEPTH,
     TEXT,
@@ -22,9 +28,13 @@ from anydecode.certification.oracles.prefill.dense_pass import (
 )
 from anydecode.certification.oracles.prefill.planted_model import distance
 from anydecode.decoders.prefill.mustdrop import MustDrop, dropped, merged
+from anydecode.models.clip import ClipEncoder
 from anydecode.models.transformer import Transformer
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 
+#: Seeds of images with a window whose mean cosine is just above or below 0.8; of the first, 64 rows
+#: are left, as many as a grid has.
+IMAGES = (249, 20)
 #: Windows of the default check: row, column, noise, and whether it is merged.
 WINDOWS = ((0, 0, 0.52, True), (3, 6, 0.52, False), (9, 9, 0.5, True), (6, 0, 0.53, False))
 
@@ -75,6 +85,7 @@ def mustdrop() -> Iterator[Check]:
         whole = llm.generate(TEXT, decoder="quickprefill:keep=1", **options).tokens
     yield Check("dropping nothing changes nothing", none == whole)
     yield _merging(model)
+    yield from _encoder_checks(model)
     yield from same_text("mustdrop:overall=0.03,single=0.05", media)
 
 
@@ -120,6 +131,44 @@ def _default_checks(model: Transformer) -> Iterator[Check]:
         "the default parameters are the published ones",
         right == DEPTH and num_alive < len(begin),
         f"{right} of {DEPTH} layers; {num_alive} of {len(begin)} positions stay",
+    )
+
+
+def _encoder_checks(model: Transformer) -> Iterator[Check]:
+    """The encoder merges windows behind its first layer and finds the key tokens, 8 % of what is
+    left, rounded up; the decoder with default parameters takes both as they are."""
+    config, tensors = tiny_encoder(model.spec.hidden_size)
+    encoder, forward = ClipEncoder(config, tensors), EncoderForward(tensors)
+    nearest = []
+    for seed in IMAGES:
+        rows, importance = encoder.merge(image(seed))
+        expected, weights, cosines = forward.run(image(seed), 0.8)
+        same = rows.shape == expected.shape and np.allclose(rows, expected, atol=1e-4)
+        same = same and np.allclose(importance, weights, rtol=1e-4)
+        yield Check(f"image {seed}: rows and importance equal the replay", same, f"{len(rows)}")
+        nearest += [cosine - 0.8 for cosine in cosines]
+    closest = min(map(abs, nearest))
+    detail = f"{max(x for x in nearest if x < 0):.4f} and {min(x for x in nearest if x > 0):.4f}"
+    yield Check("windows are close to the threshold on both sides", closest > 1e-3, detail)
+    plain, _ = encoder.merge(image(IMAGES[0]), alike=2.0)
+    yield Check(
+        "merging no window leaves the rows", np.array_equal(plain, encoder.encode(image(IMAGES[0])))
+    )
+    text, first = TEXT * 4, 224
+    rows, weights, _ = forward.run(image(IMAGES[0]), 0.8)
+    media = PromptEmbeds(first, rows.astype(np.float32), weights, is_grid=False)
+    positions = _surviving(model, media, 0.011, 0.010, 6, text)  # 6 of 64: 8 %, rounded up
+    others = _surviving(model, media, 0.011, 0.010, 5, text)
+    yield Check("the last key token would be dropped", len(positions[2]) != len(others[2]))
+    rows, importance = encoder.merge(image(IMAGES[0]))
+    given = PromptEmbeds(first, rows, importance, is_grid=False)
+    layers = after_prefill(model, MustDrop(), text, given)
+    every = np.arange(len(text) - 1)
+    num_alive, right = _agreeing_layers(model, media, text, positions, every, layers)
+    yield Check(
+        "the decoder drops from the encoder's rows what is published",
+        right == DEPTH and num_alive < len(every),
+        f"{right} of {DEPTH} layers; {num_alive} of {len(every)} positions stay",
     )
 
 
