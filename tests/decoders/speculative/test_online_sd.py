@@ -13,6 +13,7 @@ from anydecode.certification.checks import Restarts
 from anydecode.certification.oracles.speculative.reading_drafts import TARGET
 from anydecode.certification.rounds import scripted
 from anydecode.certification.tiny import tiny_model
+from anydecode.decoders.framework.speculation import SpeculationRound
 from anydecode.decoders.speculative import routed_drafters
 from anydecode.decoders.speculative.draft_correction import Correction
 from anydecode.decoders.speculative.online_sd import OnlineDrafter
@@ -27,7 +28,7 @@ from anydecode.kernels.formats import DTYPES
 from anydecode.kernels.gradients import Tape, Variable
 from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.weight_training import TrainedWeights
-from certificates import assert_certified, assert_rejected
+from certificates import assert_certified, assert_rejected, replace_defaults
 
 
 @pytest.mark.slow
@@ -39,6 +40,22 @@ def test_certificate_rejects_a_drafter_that_is_never_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OnlineDrafter, "train", lambda self, model=None: None)
+    assert_rejected("online-sd")
+
+
+def test_certificate_rejects_examples_of_each_round_s_first_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SpeculationRound, "tested", lambda self, chain: (0, min(1, len(chain))))
+    assert_rejected("online-sd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parameter", "value"), [("steps", 3), ("weight_rate", 0.002)])
+def test_certificate_rejects_another_default(
+    parameter: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_defaults(monkeypatch, "online-sd", **{parameter: value})
     assert_rejected("online-sd")
 
 

@@ -47,6 +47,11 @@ def dream() -> Iterator[Check]:
             rule = dream_rule(name, 5)
             expected = naive(UNCERTAIN, 12, 12, rule, temperature=0.7, seed=2, tempered=True)
             yield Check(f"{name}: scores after the temperature", actual == expected)
+        expected = naive(UNCERTAIN, 40, 40, lambda state: order(state, "entropy")[:1])
+        actual = steps(llm, "dream", 40)
+        yield Check(
+            "by default one canvas, and one pass per position by entropy", actual == expected
+        )
         plain = steps(llm, "dream:steps=6", 12, seed=1)
         sampled = steps(llm, "dream:steps=6,alg_temperature=3.0", 12, seed=1)
         nearly_greedy = steps(llm, "dream:steps=6,alg_temperature=0.001", 12, seed=1)

@@ -80,9 +80,51 @@ def online() -> Iterator[Check]:
         decoder.drafter.clear()
         again = rounds(llm, decoder, "abcabcabd", 24)
         yield Check("`clear` resets the correction", accepted(again) == accepted(before))
+    yield from _example_checks()
     yield from _weight_checks()
+    yield _default_steps()
     yield from _shift_checks()
     yield from _routing_checks()
+
+
+def _example_checks() -> Iterator[Check]:
+    """Each round with a rejection gives one example, of the first rejected draft: behind the
+    accepted ones, with both models' rows there."""
+    draft_row = blurred(TARGET, error=0.9)
+    with scripted(TARGET, draft_row) as llm:
+        decoder = llm.decoder("online-sd:batch=1024")
+        assert isinstance(decoder, Speculative) and isinstance(decoder.drafter, OnlineDrafter)
+        trace = rounds(llm, decoder, "the cat sat", 64)
+        examples = decoder.drafter.examples
+    cut = [one for one in trace if len(one.accepted) < len(one.tokens)]
+    texts = [[*one.text, *(one.tokens[node] for node in one.accepted)] for one in cut]
+    num_equal = 0
+    for example, text in zip(examples, texts, strict=False):
+        tokens, shares = _top(TARGET(tuple(text)))
+        num_equal += (
+            list(example.text) == text
+            and example.position == len(text)
+            and np.allclose(example.logits, draft_row(tuple(text)), atol=1e-4)
+            and sorted(example.tokens) == sorted(tokens)
+            and np.allclose(sorted(example.probabilities), sorted(shares), atol=1e-5)
+        )
+    num_behind = sum(bool(one.accepted) for one in cut)
+    yield Check(
+        "examples are the first rejected drafts",
+        len(examples) == len(cut) == num_equal and num_behind > 5 and len(cut) < len(trace),
+        f"{num_equal} of {len(cut)} rounds with a rejection, {num_behind} behind accepted drafts",
+    )
+
+
+def _default_steps() -> Check:
+    """By default a run has 4 steps of Adam on the weights, each of which moves some by the rate."""
+    draft = tiny_model(layers=2, seed=7)
+    before = [array.copy() for array in _arrays(draft)]
+    with LLM(tiny_model(layers=2), tokenizer=ByteTokenizer(), draft=draft) as llm:
+        llm.generate("the cat sat", decoder="online-sd", max_tokens=24, ignore_eos=True)
+    pairs = zip(_arrays(draft), before, strict=True)
+    moved = max(float(np.abs(after - old).max()) for after, old in pairs)
+    return Check("by default a run has 4 steps", 3.5e-3 < moved < 4.1e-3, f"{moved:.5f}")
 
 
 def _weight_checks() -> Iterator[Check]:
