@@ -90,19 +90,37 @@ def test_other_mamba_blocks_of_classifiers_are_rejected(
     assert_rejected("dynamax")
 
 
-@pytest.mark.parametrize("decoder", ["dynamax", "tide", "dynamax:state=keep"])
-def test_classifiers_of_mamba_read_one_text_each(decoder: str) -> None:
-    """Texts of a batch are those that each has alone, and without what the classifiers remember
-    they are others."""
-    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "decoder": decoder}
-    prompts = ["abc", "the cat", "q"]
-    with routed_mamba("mamba") if "keep" in decoder else routed_model("mamba") as llm:
-        together = [one.tokens for one in llm.generate(prompts, **options)]
-        assert together == [llm.generate(prompt, **options).tokens for prompt in prompts]
-        with pytest.MonkeyPatch.context() as patch:
-            own = ExitRouters.read
-            patch.setattr(ExitRouters, "read", lambda self, exit, x, before: own(self, exit, x, {}))
-            assert [one.tokens for one in llm.generate(prompts, **options)] != together
+MAMBA_PROMPTS = ["abc", "the cat", "q"]
+
+
+def texts_and_exits(llm: LLM, prompts: list[str], decoder: str) -> list[Any]:
+    """The tokens of each answer, and how many layers each token has run."""
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "trace": True}
+    answers = llm.generate(prompts, decoder=decoder, **options)
+    return [(one.tokens, [row["mixers"] for row in one.trace or ()]) for one in answers]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "open_llm"),
+    [("dynamax", routed_model), ("tide", routed_model), ("dynamax:state=keep", routed_mamba)],
+    ids=["dynamax", "tide", "kept states"],
+)
+def test_classifiers_of_mamba_read_one_text_each(decoder: str, open_llm: Any) -> None:
+    with open_llm("mamba") as llm:
+        together = texts_and_exits(llm, MAMBA_PROMPTS, decoder)
+        alone = [texts_and_exits(llm, [one], decoder)[0] for one in MAMBA_PROMPTS]
+    assert together == alone
+
+
+@pytest.mark.parametrize("decoder", ["dynamax", "tide"])
+def test_classifiers_of_mamba_remember_the_text(
+    monkeypatch: pytest.MonkeyPatch, decoder: str
+) -> None:
+    own = ExitRouters.read
+    with routed_model("mamba") as llm:
+        found = texts_and_exits(llm, MAMBA_PROMPTS, decoder)
+        monkeypatch.setattr(ExitRouters, "read", lambda self, at, x, before: own(self, at, x, {}))
+        assert texts_and_exits(llm, MAMBA_PROMPTS, decoder) != found
 
 
 def test_a_block_of_mamba_adds_what_the_whole_text_gives() -> None:
