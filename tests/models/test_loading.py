@@ -379,6 +379,30 @@ def test_a_missing_shard_is_named_without_an_index(tmp_path: Path) -> None:
     assert set(load_checkpoint(tmp_path).tensors) == {"t1", "t2", "t3"}
 
 
+@pytest.mark.parametrize("weights", [None, "pytorch_model.bin"])
+def test_a_model_that_is_not_supported_is_refused_before_its_files_are_missed(
+    tmp_path: Path, weights: str | None
+) -> None:
+    """One line names the model, what is supported and whether `transformers` has it."""
+    pytest.importorskip("transformers")
+    if weights is not None:
+        (tmp_path / weights).write_bytes(b"x")
+    for model_type, name, hint in (
+        ("ctrl", "CTRLLMHeadModel", "(--backend transformers)"),
+        ("t5", "T5ForConditionalGeneration", "no causal model of this type either"),
+    ):
+        config = {"model_type": model_type, "architectures": [name]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        message = rf"'{model_type}' \({name}\) is not supported; .*supported are the"
+        with pytest.raises(CheckpointError, match=message) as error:
+            load_checkpoint(tmp_path)
+        assert hint in str(error.value) and "\n" not in str(error.value)
+    for config in ({"model_type": "new", "architectures": ["NewModel"]}, {"hidden_size": 8}):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match="no safetensors files|only pickled"):
+            load_checkpoint(tmp_path)
+
+
 def test_errors_of_broken_folders(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", {"a": np.ones((64, 64))})
     file = folder / "model.safetensors"

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.families.config import check_multimodal
+from anydecode.models.families.config import check_multimodal, text_config
 from anydecode.models.families.nested import completed, with_text_config
 from anydecode.models.files import folder_name, read_json
 from anydecode.models.loading import (
@@ -93,7 +93,7 @@ def load_folder(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: there is no config.json, and no .gguf file{hint}")
     config = with_text_config(read_json(path / "config.json"))
     heads = heads_file(path)
-    readers = _open_files(_files(path)) if heads is None else open_torch_file(heads)
+    readers = _open_files(_files(path, config)) if heads is None else open_torch_file(heads)
     settings = settings_of(path, config, readers)
     if isinstance(config.get("text_config"), dict):
         check_multimodal(config)
@@ -166,8 +166,9 @@ def _with_head(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": full}
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files of the checkpoint. Raises CheckpointError if one is missing."""
+def _files(path: Path, config: dict[str, Any]) -> list[Path]:
+    """The safetensors files of the checkpoint. Raises CheckpointError if one is missing; if all
+    are, first for a model that is not supported, whose files would not help."""
     index = read_json(path / _INDEX)
     if index:
         shards = index.get("weight_map")
@@ -189,6 +190,10 @@ def _files(path: Path) -> list[Path]:
     if found:
         _check_shards(path, {file.name for file in found})
         return found
+    if config.get("model_type") is not None and not (
+        encoder.is_encoder(config) or dit.is_dit(config)
+    ):
+        text_config(config)
     if any(file.suffix in _PICKLED for file in path.iterdir()):
         raise CheckpointError(
             f"{path}: contains only pickled weights, which can run code when loaded; "
