@@ -198,7 +198,7 @@ class ModelRunner:
         network = getattr(self.model, "network", None)
         has_adapters = network is None or bool(network.adapters)
         spec = self.model.spec
-        builder = _Builder(scheduled, spec.hidden_size, spec.vocab_size, has_adapters)
+        builder = _Builder(scheduled, spec.input_size, spec.vocab_size, has_adapters)
         if len(scheduled) > 1 and not are_drafts(scheduled):
             self._share_steps(scheduled)
         for item in scheduled:
@@ -561,7 +561,7 @@ class _Builder:
     def __init__(
         self,
         scheduled: list[ScheduledSpan],
-        hidden_size: int,
+        input_size: int,
         vocab_size: int,
         has_adapters: bool,
     ) -> None:
@@ -588,7 +588,7 @@ class _Builder:
             tail_length=fields[6],
             start=fields[7],
             stop=fields[8],
-            inputs=np.empty((capacity, hidden_size), np.float32) if has_embeddings else None,
+            inputs=np.empty((capacity, input_size), np.float32) if has_embeddings else None,
             adapters=np.full(capacity, -1, np.int32) if has_adapters else None,
             variant=np.full(capacity, -1, np.int32) if has_variants else None,
             guides=[None] * capacity if has_variants else None,

@@ -115,7 +115,7 @@ class TorchExecutor(ABC):
     def run(self, rows: Rows, cache: KeyValues, output_spec: OutputSpec) -> Output:
         """Run a pass. Outputs are numpy arrays on the CPU, else tensors on the device."""
         x = self._inputs(rows)
-        if self.extra_width:
+        if self.extra_width and not self.reads_states:
             x = torch.nn.functional.pad(x, (0, self.extra_width))
         hidden: dict[int, Any] = {}
         self.begin(rows, cache)

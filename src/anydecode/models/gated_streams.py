@@ -7,11 +7,13 @@ output is added to each stream, with a factor that depends on the row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from anydecode.kernels.arithmetic import RowArithmetic
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
@@ -51,3 +53,22 @@ class StreamGates:
             share = backend.activate(self.factors.apply(backend, normed), "sigmoid")
             factors = backend.scale(share, 2.0)
         return mean_of_streams(backend, gated, spec), factors
+
+    def read_rows(
+        self, streams: np.ndarray, spec: ModelSpec, product: Callable[..., np.ndarray] | None
+    ) -> np.ndarray:
+        """The input of what reads the last streams, float32 `[rows, hidden_size]`, outside a pass.
+
+        Args:
+            streams: float32 `[rows, streams * hidden_size]`.
+            spec: The model's architecture.
+            product: Multiplies rows by a weight; by default with numpy.
+        """
+        rows = RowArithmetic()
+        product = product or rows.linear
+        normed = rows.rms_norm(streams, self.norm, spec.norm_eps, spec.num_streams)
+        inner = product(normed, self.down.weight) * np.float32(self.down.scale)
+        inner = inner / (1 + np.exp(-inner))
+        gated = normed / (1 + np.exp(-product(inner, self.up.weight)))
+        mean: np.ndarray = gated.reshape(len(streams), spec.num_streams, -1).mean(1)
+        return mean

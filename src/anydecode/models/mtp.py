@@ -2,8 +2,8 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3,
-GLM-4.5, GLM-5.3 and Kimi K3, of Qwen3-Next and Qwen3.5, of MiMo, MiMo-V2-Flash and MiMo-V2.5, of
-LongCat-Flash, of Hy4, and of speculators.
+GLM-4.5, GLM-5.3 and Kimi K3, of Qwen3-Next and Qwen3.5, of Qwen3.8, of MiMo, MiMo-V2-Flash and
+MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
@@ -14,7 +14,8 @@ target's final norm, as in SGLang and llama.cpp.
 
 The layers of Hy4's, GLM-5.3's and Kimi K3's modules have one stream of hidden states, whatever
 those of the model have, and read what is left of the target's streams after its last layer: those
-of Kimi K3 without the final norm, as in vLLM.
+of Kimi K3 without the final norm, as in vLLM. The layer of Qwen3.8's has the streams of the model,
+and reads those of the target: the projection reads each beside the embedding.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import CheckpointError
+from anydecode.kernels.formats import DTYPES as FLOATS
+from anydecode.kernels.formats import dequantize, plain_weight
 from anydecode.kernels.interface import Attention, Weight
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafter_files import check_target
 from anydecode.models.families.build import read_layer
 from anydecode.models.families.config import spec_from_config, text_config
+from anydecode.models.families.ngrams import read_stream_gates
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import mapping_value, num_layers
 from anydecode.models.families.weights import TensorReader
@@ -62,6 +66,8 @@ class _Layout:
     Attributes:
         layer: The prefix of its layer.
         module: The prefix of the others, whose names follow.
+        projection: The projection, or that of the embedding and that of the state.
+        norm: The last norm; empty: what reads the streams takes its place.
         state_first: Whether the projection reads the state before the embedding.
         mlp_norm: The norm of the MLP's inputs.
         mlp: The layer's MLP.
@@ -125,6 +131,9 @@ def _windowed_layout(names: Mapping[str, Any], number: int) -> _Layout | None:
 
 
 def _layout(names: Mapping[str, Any]) -> _Layout | None:
+    if "mtp.fc_hidden.weight" in names:
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        return _Layout("mtp.layers.0.", "mtp.", *norms, "fc_embedding fc_hidden", "")
     if "mtp.fc.weight" in names:
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
         return _Layout("mtp.layers.0.", "mtp.", *norms, "fc", "norm")
@@ -229,7 +238,8 @@ class _Mtp:
             config = _with_window(config)
         self.target, self.layout, self.name = target, layout, checkpoint.name
         self.whole = spec_from_config(config, dtype=dtype)
-        self.is_raw = layout.is_windowed or self.whole.residual_block > 0
+        self.has_streams = self.whole.stream_gate_rank > 0
+        self.is_raw = layout.is_windowed or self.whole.residual_block > 0 or self.has_streams
         self.config = text_config(config)
         self.family = FAMILIES[self.config["model_type"]]
         self.index = self._layer_index()
@@ -242,7 +252,7 @@ class _Mtp:
     def _layer_index(self) -> int:
         """A layer of the model of the module's kind: the last one with attention alone, whose
         positions are its own."""
-        for key in ("vocab_size", "hidden_size"):
+        for key in ("vocab_size", "hidden_size", *(["num_streams"] if self.has_streams else [])):
             own, allowed = getattr(self.whole, key), getattr(self.target.spec, key)
             if own != allowed:
                 raise refusal(key, own, f"{allowed}, as the target's")
@@ -272,11 +282,17 @@ class _Mtp:
         else:
             packed.append(head)
         layer = read_layer(self.reader, self.base, self.config, self.index)
-        weights = ModelWeights(embedding, [layer], self._norm(self.layout.norm), head)
+        norm = self._norm(self.layout.norm, hidden) if self.layout.norm else None
+        weights = ModelWeights(embedding, [layer], norm, head)
+        if self.has_streams:
+            name = self._own("hyper_connection_mixer")
+            weights.stream_gates = read_stream_gates(
+                self.reader, name, self.whole, has_factors=False
+            )
         weights.states = StateWeights(
             projection=self._projection(),
-            embedding_norm=self._norm(self.layout.embedding_norm),
-            state_norm=self._norm(self.layout.state_norm),
+            embedding_norm=self._norm(self.layout.embedding_norm, hidden),
+            state_norm=self._norm(self.layout.state_norm, hidden * self.base.num_streams),
         )
         return MtpNetwork(self._spec(), weights, packed=tuple(packed))
 
@@ -289,14 +305,15 @@ class _Mtp:
         if layer.attention is not None and layer.attention.has_block_keys:
             layer = replace(layer, attention=_unselected(layer.attention), indexer=None)
         layers[self.index] = layer
-        one = replace(self.whole, hyper=None, residual_block=0, num_streams=1)
-        return replace(one, layers=tuple(layers))
+        count = self.whole.num_streams if self.has_streams else 1
+        own = replace(self.whole, hyper=None, residual_block=0, num_streams=count)
+        return replace(own, layers=tuple(layers))
 
     def _spec(self) -> ModelSpec:
         target = self.target.spec
         states = StateSpec(
             (target.num_layers,) if self.is_raw else (),
-            target.hidden_size,
+            target.hidden_size * self.base.num_streams,
             has_norms=True,
             feeds_normed=not self.is_raw,
             delay=self.number,
@@ -316,13 +333,21 @@ class _Mtp:
     def _has(self, name: str) -> bool:
         return self.reader.has(f"{self._own(name)}.weight")
 
-    def _norm(self, name: str) -> np.ndarray:
-        full = f"{self._own(name)}.weight"
-        return self.reader.vector(full, self.whole.hidden_size, self.family.norm_offset)
+    def _norm(self, name: str, size: int) -> np.ndarray:
+        return self.reader.vector(f"{self._own(name)}.weight", size, self.family.norm_offset)
 
     def _projection(self) -> Linear:
         """The projection of embedding and state, in this order."""
         hidden, name = self.whole.hidden_size, self._own(self.layout.projection)
+        names = self.layout.projection.split()
+        if len(names) > 1:
+            parts = [
+                self.reader.matrix(self._own(part), (hidden, hidden), keep_format=True)
+                for part in names
+            ]
+            rows = np.concatenate([dequantize(part) for part in parts], 1)
+            dtype = FLOATS.get(parts[0].format, FLOATS["F32"])
+            return Linear(self.reader.convert(plain_weight(rows.astype(dtype)), name))
         if not self.layout.state_first:
             return self.reader.linear(name, (hidden, 2 * hidden), False)
         stored = self.reader.matrix(name, (hidden, 2 * hidden), keep_format=True)

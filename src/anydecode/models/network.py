@@ -828,24 +828,22 @@ class Network:
         return as_first_stream(backend, last, spec)
 
     def _layer_of_gated_streams(self, backend: Backend, x: Any, index: int) -> Any:
-        """The same for streams that sublayers read through gates. After the last layer what another
-        sublayer would read takes the place of the first stream, and the others are zero."""
+        """The same for streams that sublayers read through gates. A drafter's first layer reads the
+        streams of its states."""
         spec, weights = self.spec, self.weights.layers[index]
-        if index == 0:
+        if index == 0 and spec.states is None:
             x = equal_streams(backend, x, spec)
         if weights.ngrams is not None:
             recurrence = spec.layers[index].recurrence
             assert recurrence is not None, "checked by `ModelSpec`"
             return weights.ngrams.apply(backend, x, index, recurrence.shape, spec)
-        gates, last = weights.stream_gates, self.weights.stream_gates
-        assert gates is not None and last is not None, "checked by `_check_stream_gates`"
+        gates = weights.stream_gates
+        assert gates is not None, "checked by `_check_stream_gates`"
         for own, block in ((gates.mixer, self._mixer_block), (gates.mlp, self._mlp_block)):
             y, factors = own.read(backend, x, spec)
             y = block(backend, y, index)
             x = backend.add(x, backend.spread(y, factors, spec.num_streams))
-        if index + 1 < spec.num_layers:
-            return x
-        return as_first_stream(backend, last.read(backend, x, spec)[0], spec)
+        return x
 
     def _inputs(self, backend: Backend, x: Any, index: int) -> Any:
         """The inputs of layer `index`; those of the first layer include position embeddings, and
@@ -1178,10 +1176,12 @@ class Network:
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm and the matrix in front of the head's (if there are
-        some), the input of the head's matrix."""
+        some), the input of the head's matrix. Streams with gates are read through the last ones."""
+        weights = self.weights
+        if weights.stream_gates is not None:
+            return weights.stream_gates.read(backend, x, self.spec)[0]
         if self.has_wide_states:
             x = backend.columns(x, 0, self.spec.hidden_size)
-        weights = self.weights
         if self.spec.has_final_norm:
             eps = self.spec.final_norm_eps
             x = self._norm(backend, x, weights.final_norm, weights.final_norm_bias, eps)
@@ -1703,10 +1703,11 @@ def _check_states(spec: ModelSpec, weights: StateWeights | None) -> None:
         ("embedding", weights.embedding_norm, states.has_norms or states.has_embedding_norm),
         ("state", weights.state_norm, states.has_norms or states.joins in ("context", "cross")),
     ):
+        size = width if spec.num_streams > 1 and name == "state" else hidden
         if (norm is not None) != is_expected:
             raise CheckpointError(f"only one of the spec and the weights has the {name}'s norm")
         if norm is not None:
-            _check_vector(f"the {name}'s norm", norm, hidden)
+            _check_vector(f"the {name}'s norm", norm, size)
     if len(weights.target_norms) != states.num_target_norms:
         raise CheckpointError("the spec and the weights differ in norms of the target's states")
     if (weights.mask is not None) != states.has_mask:

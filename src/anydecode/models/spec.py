@@ -518,7 +518,7 @@ class StateSpec:
     Attributes:
         taps: The target's states, by number of layers (0: its embeddings), side by side. Empty: its
             last hidden state after the final norm.
-        target_size: The target's hidden size.
+        target_size: The target's hidden size, times its streams where the drafter has as many.
         is_projected: Whether the target's states are multiplied by a matrix.
         num_target_norms: The norms of the target's states: none, 1 of all of them side by side, or
             one per tap.
@@ -706,7 +706,7 @@ class ModelSpec:
         _check_memory(self)
         integer("head_size", self.head_size, 0, self.vocab_size)
         if self.states is not None:
-            _check_states(self.states, self.hidden_size)
+            _check_states(self.states, self.hidden_size * self.num_streams)
         if self.block is not None:
             integer("block_size", self.block.size, 1 if self.block.predicts_next else 2, MAX_COUNT)
             if self.block.mask_token is not None:
@@ -776,6 +776,12 @@ class ModelSpec:
     def starts_from_states(self) -> bool:
         """Whether the hidden states of all rows start as the states that they read."""
         return self.states is not None and self.states.joins != "context"
+
+    @property
+    def input_size(self) -> int:
+        """Numbers of what a row reads in place of a token's embedding, or beside it: an embedding,
+        or a state of each stream."""
+        return self.hidden_size * (self.num_streams if self.starts_from_states else 1)
 
     @property
     def starts_at_any_layer(self) -> bool:

@@ -31,7 +31,7 @@ class StateWeights:
     Attributes:
         projection: `[hidden_size, 2 * hidden_size]`, of an embedding and a state side by side.
         embedding_norm: `[hidden_size]`.
-        state_norm: `[hidden_size]`; of a context, after the projection.
+        state_norm: `[hidden_size]`, or of all streams; of a context, after the projection.
         target: `[hidden_size, taps * target_size]`, of the target's states side by side.
         target_norms: One `[target_size]` per tap, or one of all of them side by side.
         cells: In place of the projection: LSTM cells, one after the other, that start from zero in
@@ -54,6 +54,8 @@ class StateWeights:
         """The inputs of the first layer: what its sublayers' outputs are added to."""
         states = spec.states
         assert states is not None
+        if self.projection is not None and spec.num_streams > 1:
+            return self._project_streams(backend, x, embedding, spec, self.projection)
         if self.projection is not None:
             return self.projection.apply(backend, self._pair(backend, x, embedding, spec))
         if self.cells:
@@ -63,6 +65,19 @@ class StateWeights:
         if states.has_normed_residual:
             return backend.rms_norm(x, self.state_norm, spec.norm_eps)
         return x
+
+    def _project_streams(
+        self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec, projection: Linear
+    ) -> Any:
+        """The product of the embedding beside each stream of the state, which is normed as one."""
+        size, found = spec.hidden_size, None
+        both = self._pair(backend, x, embedding, spec)
+        tokens = backend.columns(both, 0, size)
+        for stream in range(1, spec.num_streams + 1):
+            pair = backend.join(tokens, backend.columns(both, stream * size, size))
+            y = projection.apply(backend, pair)
+            found = y if found is None else backend.join(found, y)
+        return found
 
     def _run_cells(self, backend: Backend, x: Any, size: int) -> Any:
         """sigmoid(output) * tanh(sigmoid(input) * tanh(candidate)), cell after cell."""

@@ -204,6 +204,9 @@ class Transformer:
     def normed(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""
         backend: Any = RowArithmetic()
+        gates = self.network.weights.stream_gates
+        if gates is not None:
+            return gates.read_rows(hidden, self.spec, getattr(self.executor, "linear", None))
         normed: np.ndarray = self.network.final_norm(backend, hidden)
         return normed
 

@@ -9,14 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from anydecode import LLM
 from anydecode.errors import CheckpointError
-from anydecode.kernels.interface import NgramHash
+from anydecode.kernels.interface import NgramHash, OutputSpec
+from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.drafters import drafter_model
 from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.mtp import load_mtp
+from anydecode.models.opening import choose_executor
+from anydecode.models.scripted import ByteTokenizer
+from anydecode.models.transformer import Transformer
 from gguf_models import write_folder
 from parity_cases import parity_module
-from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
+from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits, whole
 
 #: With the token that ends a text in reach of n-grams.
 TOKENS = [64 if i % 7 == 3 else (11 * i + 5) % 131 for i in range(40)]
@@ -71,6 +78,125 @@ def test_the_published_names_and_config(tmp_path: Path) -> None:
         found = logits(built(load_checkpoint(folder)), chain(TOKENS))
         difference = np.abs(found - expected).max()
         assert difference > 1e-3 if change else difference < 1e-4, change
+
+
+class _WithModule:
+    """A model with a module that predicts further tokens, in torch: a layer between projections of
+    the streams and a mixer of them."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.target = model(indexer_budget=60)  # all of the text
+        layer = {"layer_types": ["indexed_attention"], "ple_layer_ids": [], "num_hidden_layers": 1}
+        self.module = hf_model(
+            "Qwen4Exp",
+            1,
+            **{**parity_module("test_parity").QWEN_4_EXP, **layer, "indexer_budget": 60},
+        )
+        size, streams = self.target.config.hidden_size, self.target.config.hc_count
+        self.parts = {
+            "pre_fc_norm_embedding": 0.3 * torch.randn(size),
+            "pre_fc_norm_hidden": 0.3 * torch.randn(streams * size),
+            "fc_embedding": 0.25 * torch.randn(size, size),
+            "fc_hidden": 0.25 * torch.randn(size, size),
+        }
+
+    def checkpoint(self) -> Checkpoint:
+        whole = checkpoint_of(self.target, mtp_num_hidden_layers=1)
+        own = {
+            name.replace("model.", "mtp.", 1): tensor.numpy()
+            for name, tensor in self.module.state_dict().items()
+            if name.startswith(("model.layers.0.", "model.hyper_connection_mixer."))
+        }
+        own |= {f"mtp.{name}.weight": tensor.numpy() for name, tensor in self.parts.items()}
+        return Checkpoint("tiny", Path("tiny"), whole.config, {**whole.tensors, **own})
+
+    def chain(self, text: list[int], count: int) -> list[int]:
+        """The `count` most probable tokens behind `text`, one after the other."""
+        import torch
+
+        with torch.inference_mode():
+            states = list(_streams(self.target.model, input_ids=torch.tensor([text]))[0][:-1])
+            tokens, drafted = text[1:], list[int]()
+            for _ in range(count):
+                embedded = self.target.model.embed_tokens(torch.tensor(tokens))
+                embedded = self._normed(embedded, "pre_fc_norm_embedding")
+                embedded = embedded @ self.parts["fc_embedding"].T
+                rows = self._normed(torch.stack(states), "pre_fc_norm_hidden")
+                rows = rows.unflatten(-1, (-1, embedded.shape[-1])) @ self.parts["fc_hidden"].T
+                rows = (rows + embedded[:, None]).flatten(-2)
+                after, mixed = _streams(self.module.model, rows, inputs_embeds=embedded[None])
+                drafted.append(int(self.target.lm_head(mixed[-1]).argmax()))
+                states.append(after[-1])
+                tokens.append(drafted[-1])
+        return drafted
+
+    def _normed(self, x: Any, name: str) -> Any:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + self.parts[name])
+
+
+def _streams(part: Any, inputs: Any = None, **given: Any) -> tuple[Any, Any]:
+    """The streams after the last layer, and what is read of them; `inputs` replace the streams
+    before the first."""
+    before: list[Any] = []
+    mixer = part.hyper_connection_mixer
+    hooks = [mixer.register_forward_pre_hook(lambda _, found: before.append(found[0]))]
+    if inputs is not None:
+        hooks.append(
+            part.layers[0].register_forward_pre_hook(lambda _, found: (inputs[None], *found[1:]))
+        )
+    mixed = part(**given).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return before[0][0], mixed[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_the_module_drafts_as_a_forward_pass_does(backend: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    if backend == "native" and load_library() is None:
+        pytest.skip("there are no compiled kernels")
+    reference = _WithModule()
+    checkpoint, options = reference.checkpoint(), {"max_tokens": 12, "ignore_eos": True}
+    network = load_network(checkpoint)
+    target = Transformer(network, name="tiny", executor=choose_executor(backend, 1))
+    packer = getattr(target.executor, "packer", None)
+    module = load_mtp(checkpoint, network)
+    draft = drafter_model(module, name="mtp", executor=choose_executor(backend, 1, packer=packer))
+    prompt = TOKENS[:9]
+    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=512) as llm:
+        for temperature in (0.7, 0.0):
+            plain, drafted = (
+                llm.generate(
+                    prompt, decoder=key, temperature=temperature, seed=1, trace=True, **options
+                )
+                for key in ("autoregressive", "mtp")
+            )
+            assert drafted.tokens == plain.tokens
+        llm.engine.check_integrity()
+    rounds = [event for event in drafted.trace or () if event["drafted"]]
+    assert len(rounds) > 3
+    text = prompt + drafted.tokens
+    for event in rounds:
+        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
+        assert event["drafted"] == expected
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_states_are_normed_outside_a_pass_as_within(backend: str) -> None:
+    """What the head reads of the last streams."""
+    if backend == "native" and load_library() is None:
+        pytest.skip("there are no compiled kernels")
+    own = built(checkpoint_of(model()), executor=choose_executor(backend, 1))
+    rows, depth = whole(chain(TOKENS), own), own.spec.num_layers
+    every = np.arange(len(TOKENS))
+    output = own.run(rows, own.new_cache(len(TOKENS)), OutputSpec(every, {depth: every}))
+    expected = np.array(output.logits)
+    found = own.logits_of(output.hidden[depth], np.arange(own.spec.vocab_size))
+    assert np.abs(found - expected).max() < 1e-4
 
 
 def test_n_grams_end_at_the_text_and_at_its_end_token() -> None:

@@ -72,7 +72,7 @@ def pooled_state(
 
 def _summed(model: Any, states: np.ndarray, has_final_norm: bool) -> np.ndarray:
     """The sum of the states of rows, float64 `[hidden_size]`."""
-    if has_final_norm and model.spec.has_final_norm:
+    if (has_final_norm and model.spec.has_final_norm) or model.spec.stream_gate_rank:
         states = model.normed(states)
     # The first of several streams, or without the memory.
     total: np.ndarray = states[:, : model.spec.hidden_size].astype(np.float64).sum(0)
