@@ -93,3 +93,5 @@ def test_an_unknown_format_is_refused_before_any_work() -> None:
     assert plots.usable_file(None) is None
     with pytest.raises(InvalidRequestError, match=r"--plot is x.jpeg; .*\.svg, \.png, \.pdf"):
         plots.usable_file(Path("x.jpeg"))
+    with pytest.raises(InvalidRequestError, match="the folder none does not exist"):
+        plots.usable_file(Path("none/x.svg"))

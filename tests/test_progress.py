@@ -67,6 +67,24 @@ def test_a_long_step_has_one_line_per_interval(
     assert counts == ["0", "20", "40", "60", "80", "100"]
 
 
+def test_work_that_is_restarted_has_its_own_amount_and_times(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("run", 1.0, unit="percent") as bar:
+        bar.restart("texts", 0.0)
+        clock.now += 300.0
+        bar.update(1.0)
+        bar.restart("training", 0.5)
+        clock.now += 20.0
+        bar.update(0.75, detail="loss 2")
+    assert capsys.readouterr().err.splitlines() == [
+        "0% of texts: 0 s",
+        "100% of texts: 5 min",
+        "50% of training: 0 s",
+        "75% of training: loss 2, 20 s, about 20 s left",
+    ]
+
+
 def test_skipped_work_does_not_count_in_the_estimate(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

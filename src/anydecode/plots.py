@@ -54,7 +54,8 @@ def usable_file(file: Path | None) -> Path | None:
     that the numbers are still printed.
 
     Raises:
-        InvalidRequestError: The name does not end in one of `FORMATS`.
+        InvalidRequestError: The name does not end in one of `FORMATS`, or its folder does not
+            exist.
     """
     if file is None:
         return None
@@ -62,6 +63,8 @@ def usable_file(file: Path | None) -> Path | None:
         raise InvalidRequestError(
             f"--plot is {file}; give a file name that ends in {', '.join(FORMATS)}"
         )
+    if not file.parent.is_dir():
+        raise InvalidRequestError(f"--plot is {file}; the folder {file.parent} does not exist")
     if find_spec("matplotlib") is None:
         note(str(MissingPackageError("--plot", "matplotlib", "'anydecode[plots]'")))
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +48,13 @@ class Progress:
     def begin(self, step: str) -> None:
         """Name the step that begins now."""
         self.step, self.detail = step, ""
+        self._show()
+
+    def restart(self, name: str, done: float) -> None:
+        """Begin work that is measured anew, with its own name and times, of which `done` was done
+        before."""
+        self.name, self.done, self.step, self.detail = name, done, "", ""
+        self._skipped, self._start, self._shown_at = done, monotonic(), -inf
         self._show()
 
     def advance(self, step: str | None = None, *, skipped: bool = False) -> None:

@@ -140,6 +140,24 @@ def test_every_method_refuses_an_unknown_option() -> None:
                 getattr(llm, name)(prompt, temprature=1.0)
 
 
+def test_sampling_params_behind_the_prompt_are_refused_with_what_to_write() -> None:
+    """They stand there in vLLM."""
+    params = SamplingParams(temperature=0.8)
+    message = r"give every option by name, such as generate\(prompt, max_tokens=64, temperature="
+    with scripted_llm() as llm:
+        for call in (
+            lambda: llm.generate("x", params),  # type: ignore[call-overload]
+            lambda: llm.generate(["x", "y"], [params, params]),  # type: ignore[call-overload]
+            lambda: llm.generate("x", sampling_params=params),  # type: ignore[call-overload]
+            lambda: llm.chat([{"role": "user", "content": "x"}], params),  # type: ignore[call-overload]
+            lambda: asyncio.run(llm.agenerate("x", params)),  # type: ignore[call-overload]
+            lambda: asyncio.run(llm.achat([], params)),  # type: ignore[call-overload]
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                call()
+    assert "others" not in inspect.signature(LLM.generate).parameters
+
+
 def test_conversations_of_a_batch_are_answered_as_each_alone_in_order() -> None:
     conversations = [
         [{"role": "user", "content": "the cat"}],

@@ -338,6 +338,36 @@ def test_a_draft_model_that_is_not_used_is_named(
         assert invoke(*arguments) == 0 and "draft" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "is_named"),
+    [
+        (["--decoder", "medusa"], True),
+        (["--decoder", "taps"], True),
+        (["--decoder", "dflash"], False),  # it is refused
+        (["--decoder", "speculative-sampling", "--draft", "none"], False),
+        (["--decoder", "prompt-lookup"], False),
+        ([], False),
+    ],
+)
+def test_the_drafter_that_comes_with_anydecode_is_named_where_a_method_needs_one(
+    options: list[str],
+    is_named: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(model: str, *rest: Any) -> LLM:
+        llm = LLM(ScriptedModel(seed=1), tokenizer=ChatTokenizer(), cache_positions=2048)
+        if not rest[3]:
+            llm.add_runner("draft", ScriptedModel(seed=1))
+            llm.resources.tokenizers["draft"] = ChatTokenizer()
+            llm.has_shipped_draft = True
+        return llm
+
+    monkeypatch.setattr("anydecode.cli.options.load", load)
+    invoke("generate", "ab", "--max-tokens", "2", *options)
+    assert ("the EAGLE-3 drafter that comes with anydecode" in capsys.readouterr().err) == is_named
+
+
 def test_quit_ends_the_conversation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,17 @@ def test_heads_in_the_folder_of_their_target_draft_for_it(tmp_path: Path) -> Non
     assert any(event["drafted"] for event in drafted.trace or ())
 
 
+def test_heads_of_another_model_are_refused_with_the_sizes_of_this_one(tmp_path: Path) -> None:
+    model = target_folder(tmp_path / "model")
+    other = medusa_checkpoint(tiny_network(hidden=96))
+    folder = drafter_folder(tmp_path / "heads", other, "medusa_lm_head.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"drafter for model: hidden size \d+, \d+ tokens"
+    ) as e:
+        LLM(model, draft=folder)
+    assert "\n" not in str(e.value)
+
+
 def test_heads_alone_are_no_model(tmp_path: Path, target: Network) -> None:
     folder = drafter_folder(
         tmp_path / "heads", medusa_checkpoint(target), "medusa_lm_head.safetensors"

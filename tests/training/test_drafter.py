@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,13 @@ from anydecode.certification.tiny import tiny_network  # noqa: E402
 from anydecode.cli.main import run  # noqa: E402
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError  # noqa: E402
 from anydecode.training.drafter import DrafterOptions, DrafterRun  # noqa: E402
-from anydecode.training.drafter_data import DrafterData  # noqa: E402
+from anydecode.training.drafter_data import DrafterData, EngineWriter  # noqa: E402
 from anydecode.training.drafters import RECIPES, find_recipe  # noqa: E402
 from anydecode.training.drafters.eagle3 import Eagle3  # noqa: E402
 from anydecode.training.drafters.layers import layer_shape  # noqa: E402
 from anydecode.training.drafters.learner import spread_taps  # noqa: E402
 from anydecode.training.generated import read_states, without_loop  # noqa: E402
+from anydecode.training.own_answers import task_prompts  # noqa: E402
 from train_commands import train_command  # noqa: E402
 
 OPTIONS = DrafterOptions(steps=30, texts=90, tokens=16, vocabulary=30, batch=8, rate=1e-2)
@@ -161,7 +165,7 @@ def test_a_device_writes_the_texts_and_computes_the_states(
 def test_a_run_of_another_recipe_is_not_resumed(model: Path, data: Path, tmp_path: Path) -> None:
     options = replace(OPTIONS, recipe="medusa", steps=1)
     DrafterRun(model, tmp_path, options, data=data).train()
-    for other in ({"recipe": "hydra"}, {"depth": 3}):
+    for other in ({"recipe": "hydra"}, {"depth": 3}, {"texts": 91}, {"vocabulary": 31}):
         with pytest.raises(InvalidRequestError, match="was trained with"):
             DrafterRun(model, tmp_path, replace(options, **other), data=data).run()
 
@@ -223,16 +227,116 @@ def test_recipes_that_read_other_states_share_texts(model: Path, tmp_path: Path)
 
 def test_data_of_another_model_is_refused(tmp_path: Path) -> None:
     DrafterData(tmp_path, {"model": "a"}, (2, 3, 3), 64)
-    with pytest.raises(InvalidRequestError, match="has data from"):
+    with pytest.raises(InvalidRequestError, match=r"of a \(dtype as stored\), not of b \(dtype"):
         DrafterData(tmp_path, {"model": "b"}, (2, 3, 3), 64)
 
 
-def test_an_interrupted_line_of_texts_is_dropped(tmp_path: Path) -> None:
-    line = json.dumps({"chunk": 4, "prompt": [1], "answer": [2, 3]})
-    (tmp_path / "texts.jsonl").write_text(f"{line}\n{line[:9]}")
-    data = DrafterData(tmp_path, {}, (2, 3, 3), 64)
-    assert [text.tokens for text in data.texts] == [[1, 2, 3]]
-    assert data.starts == [0, 3]
+class Writer:
+    """Writes the same texts for the same seed."""
+
+    chunk = 2
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        return [[seed % 1000 + one] for one in range(count)]
+
+    def answers(
+        self, prompts: Any, temperatures: Any, tokens: int, random: Random
+    ) -> list[list[int]]:
+        return [[random.randrange(100) for _ in range(tokens)] for _ in prompts]
+
+
+def test_texts_whose_writing_was_cut_off_are_written_anew(tmp_path: Path) -> None:
+    def texts(name: str) -> str:
+        DrafterData(tmp_path / name, {}, (3,), 64).generate(Writer(), 6, 9, seed=1)
+        return (tmp_path / name / "texts.jsonl").read_text()
+
+    whole = texts("whole")
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) == 6
+    for number, line in enumerate(lines):
+        name = f"cut {number}"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "texts.jsonl").write_text("".join(lines[:number]) + line[:9])
+        assert texts(name) == whole
+    (tmp_path / name / "texts.jsonl").write_text("".join(lines[:3]) + lines[3][:-1])
+    data = DrafterData(tmp_path / name, {}, (3,), 64)
+    assert len(data.texts) == 2 and data.starts == [0, 10, 20]
+
+
+def test_a_resumed_run_leaves_out_texts_that_others_have_added(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, recipe="medusa", steps=2)
+    first = DrafterRun(model, tmp_path / "run", options, data=data)
+    first.train()
+    copy = shutil.copytree(data, tmp_path / "data")
+    added = json.dumps({"chunk": 99, "prompt": [1], "answer": [29] * 500})
+    with (copy / "texts.jsonl").open("a") as file:
+        file.write(f"{added}\n")
+    resumed = DrafterRun(model, tmp_path / "run", replace(options, steps=4), data=copy)
+    assert len(resumed.data.texts) == len(first.data.texts) + 1
+    resumed.train()
+    assert resumed.step == 4 and resumed.vocabulary == first.vocabulary
+    assert resumed.data.texts == first.data.texts
+
+
+def test_a_step_is_finished_before_ctrl_c_takes_effect(
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimiser that has updated a part of the weights would be saved."""
+    options = replace(OPTIONS, recipe="medusa", steps=3)
+    own = torch.optim.AdamW.step
+    weights = []
+    for is_interrupted in (False, True):
+        folder = tmp_path / f"{is_interrupted}"
+        with monkeypatch.context() as patch:
+            if is_interrupted:
+
+                def step(optimizer: Any) -> None:
+                    signal.raise_signal(signal.SIGINT)
+                    own(optimizer)
+
+                patch.setattr(torch.optim.AdamW, "step", step)
+                for taken in (1, 2):
+                    stopped = DrafterRun(model, folder, options, data=data)
+                    with pytest.raises(KeyboardInterrupt):
+                        stopped.train()
+                    assert torch.load(folder / "state.pt")["step"] == taken
+        resumed = DrafterRun(model, folder, options, data=data)
+        resumed.train()
+        held_out = [one["step"] for one in resumed.history if "held_out" in one]
+        assert held_out == [0, 3]
+        weights.append((folder / "drafter" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_a_model_without_a_chat_template_answers_the_tasks_of_this_package() -> None:
+    with LLM("tiny-autoregressive") as llm:
+        writer = EngineWriter(llm)
+        prompts = writer.prompts(3, seed=1)
+        assert prompts == task_prompts(llm.tokenizer, 3, seed=1)
+        assert all(writer.answers(prompts, [0.0] * 3, 12, Random(1)))
+
+
+def test_folders_and_devices_that_cannot_be_used_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("text")
+    cases = {
+        f"--out {file}": f"--out is {file}, but {file} is a file",
+        f"--out {file}/run": f"--out is {file}/run, but {file} is a file",
+        f"--data {file}": f"--data is {file}, but {file} is a file",
+        f"--plot {tmp_path}/none/curve.svg": f"the folder {tmp_path}/none does not exist",
+        f"--out {tmp_path}/run --device nothing": "device 'nothing': ",
+    }
+    for settings, message in cases.items():
+        with pytest.raises(SystemExit) as ended:
+            run(["train", "drafter", "--steps", "1", *settings.split()])
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens(tmp_path: Path) -> None:
@@ -270,6 +374,8 @@ def test_invalid_options_and_targets_are_refused(
     assert capsys.readouterr().err.strip() == (
         f"anydecode: recipe 'eagle-4' is unknown; choose from {', '.join(RECIPES)}"
     )
+    with pytest.raises(UnsupportedCombinationError, match="not for diffusion models"):
+        DrafterRun("tiny-diffusion", tmp_path, replace(OPTIONS, recipe="medusa")).run()
     with pytest.raises(UnsupportedCombinationError, match="at least 6"):
         spread_taps(4)
     network = tiny_network(layers=6)

@@ -43,6 +43,7 @@ from anydecode.api.options import (
     Messages,
     Prompt,
     check_names,
+    check_positional,
     sampling_parameters,
     split_prompts,
     with_parameters,
@@ -143,6 +144,7 @@ class LLM:
         finds_draft: Whether the first request of a method that drafts with a module of the model's
             own checkpoint (`mtp`) opens it; see `open_own_draft`.
         sampling_defaults: Sampling options of requests that do not set them, by name.
+        has_shipped_draft: Whether the draft model is the drafter that comes with this package.
         image_encoder: The encoder of images in prompts; None: prompts have no images.
 
     Raises:
@@ -233,10 +235,12 @@ class LLM:
             open_own_draft, self.model, dtype=dtype, threads=threads, backend=backend
         )
         tokenizers = {TARGET: self.tokenizer, DRAFT: self.tokenizer}
+        shipped = None
         if draft is None:
             shipped = open_shipped_draft(self.model, threads=threads, backend=backend)
             if shipped is not None:
                 self.add_runner(DRAFT, shipped)
+        self.has_shipped_draft = shipped is not None
         for number, one in enumerate(one for one in drafts if one not in (None, "none")):
             name = f"{DRAFT}-{number + 1}" if number else DRAFT
             draft_model, draft_tokenizer = open_draft(
@@ -307,7 +311,7 @@ class LLM:
     ) -> list[Generation]: ...
 
     def generate(
-        self, prompt: Prompt | Seq[Prompt], **options: Unpack[GenerateOptions]
+        self, prompt: Prompt | Seq[Prompt], *others: object, **options: Unpack[GenerateOptions]
     ) -> Generation | list[Generation]:
         """Complete a prompt, or a batch of prompts, which are decoded together.
 
@@ -324,6 +328,7 @@ class LLM:
             UnsupportedCombinationError: If options do not work together or with this model.
             OutOfMemoryError: If the key-value cache is too small for the request.
         """
+        check_positional(others)
         requests, is_batch = self._requests(prompt, options)
         generations = self._run(requests)
         return generations if is_batch else generations[0]
@@ -367,7 +372,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Seq[Messages],
-        *,
+        *others: object,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation | list[Generation]:
@@ -385,6 +390,7 @@ class LLM:
         Raises:
             InvalidRequestError: As `generate`, or if the model has no chat template.
         """
+        check_positional(others)
         return self.generate(self._render_chats(messages, template_variables), **options)
 
     def stream_chat(
@@ -408,10 +414,11 @@ class LLM:
     ) -> list[Generation]: ...
 
     async def agenerate(
-        self, prompt: Prompt | Seq[Prompt], **options: Unpack[GenerateOptions]
+        self, prompt: Prompt | Seq[Prompt], *others: object, **options: Unpack[GenerateOptions]
     ) -> Generation | list[Generation]:
         """`generate` for asyncio. Concurrent requests share forward passes; cancelling the task
         cancels the generation."""
+        check_positional(others)
         requests, is_batch = self._requests(prompt, options)
         generations = await self._arun(requests)
         return generations if is_batch else generations[0]
@@ -456,11 +463,12 @@ class LLM:
     async def achat(
         self,
         messages: Messages | Seq[Messages],
-        *,
+        *others: object,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation | list[Generation]:
         """`chat` for asyncio."""
+        check_positional(others)
         return await self.agenerate(self._render_chats(messages, template_variables), **options)
 
     def astream_chat(

@@ -77,9 +77,24 @@ class GenerateOptions(SamplingOptions, total=False):
     prediction: Prompt | None
 
 
+#: How options are given, for those who know another engine.
+_BY_NAME = "give every option by name, such as generate(prompt, max_tokens=64, temperature=0.8)"
+
+
+def check_positional(others: Seq[object]) -> None:
+    """Raise `InvalidRequestError` if there are arguments behind the prompt, such as the
+    `SamplingParams` that vLLM's `generate` takes."""
+    if others:
+        raise InvalidRequestError(
+            f"a {type(others[0]).__name__} stands behind the prompt: {_BY_NAME}"
+        )
+
+
 def check_names(sampling: Iterable[str]) -> None:
     """Raise `InvalidRequestError` unless all names are sampling options."""
     for name in sampling:
+        if name == "sampling_params":
+            raise InvalidRequestError(f"no option is called {name}: {_BY_NAME}")
         if name not in SamplingOptions.__optional_keys__:
             close = get_close_matches(name, sorted(GenerateOptions.__optional_keys__), 1)
             hint = (
@@ -129,10 +144,14 @@ def sampling_parameters() -> list[inspect.Parameter]:
 
 
 def with_parameters(method: Method, keywords: Iterable[inspect.Parameter]) -> Method:
-    """Give `method` a signature that lists `keywords` in place of its `**options`, for `help` and
-    for completion in notebooks."""
+    """Give `method` a signature that lists `keywords` in place of its `**options`, without the
+    arguments that it refuses, for `help` and for completion in notebooks."""
     signature = inspect.signature(method)
-    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    own = [
+        one
+        for one in signature.parameters.values()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
     shown: Any = method
     shown.__signature__ = signature.replace(parameters=[*own, *keywords])
     return method

@@ -68,7 +68,7 @@ def chat(
     options.check_methods([decoder], sampler or ())
     own = model, dtype, threads, backend, draft, cache, family, mask, block
     llm = options.load(*own, None, generation_config)
-    options.note_unused_draft(llm, decoder, draft)
+    options.note_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

@@ -115,7 +115,7 @@ def generate(
     llm = options.load(
         model, dtype, threads, backend, draft, cache, family, mask, block, split, generation_config
     )
-    options.note_unused_draft(llm, decoder, draft)
+    options.note_draft(llm, decoder, draft)
     settings = options.without_none(
         decoder=decoder,
         sampler=sampler or None,

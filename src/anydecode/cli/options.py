@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.progress import note
 
 if TYPE_CHECKING:
@@ -239,9 +240,10 @@ def os_reason(error: OSError | UnicodeError) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def note_unused_draft(llm: LLM, decoder: str | None, draft: str | list[str] | None) -> None:
+def note_draft(llm: LLM, decoder: str | None, draft: str | list[str] | None) -> None:
     """Say on stderr that the method does not run the draft model of `--draft`, which it would run
-    if it were another one, or never does. Without a decoder it is the model's default one.
+    if it were another one, or never does; or, without `--draft`, that a method which needs a draft
+    model runs the one that comes with anydecode. Without a decoder it is the model's default one.
 
     Raises:
         InvalidRequestError: There is no such decoder.
@@ -249,11 +251,18 @@ def note_unused_draft(llm: LLM, decoder: str | None, draft: str | list[str] | No
     from anydecode.decoders.decoder import Decoder
 
     given = [draft] if isinstance(draft, str) else draft or []
-    if not set(given) - {"none"}:
-        return
     choice = decoder or llm.default_decoder
     method = llm.methods.find(choice)
     needs = method.requirements if isinstance(method, Decoder) else Decoder.requirements
+    if not given and llm.has_shipped_draft and (needs.runners or needs.every_draft):
+        with suppress(UnsupportedCombinationError):  # the request says what does not fit
+            llm.resources.check_decoder(choice, needs)
+            note(
+                f"decoder {choice!r} drafts with the EAGLE-3 drafter that comes with anydecode:"
+                " --draft gives another one"
+            )
+    if not set(given) - {"none"}:
+        return
     if "draft" in needs.optional_runners and not llm.resources.optional_runners(needs):
         note(
             f"the draft model does not fit and is not used by decoder {choice!r}: it needs a"

@@ -456,7 +456,7 @@ def serve(
             if not equals:
                 raise InvalidRequestError(f"--adapter {entry!r} must have the form NAME=FOLDER")
             llm.add_adapter(adapter_name, folder)
-    options.note_unused_draft(llm, decoder, draft)
+    options.note_draft(llm, decoder, draft)
     can_unload = bool(others) or idle_unload is not None
     run(
         ServedModels(

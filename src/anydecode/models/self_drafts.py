@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize_rows
 from anydecode.kernels.native import NativeExecutor
 from anydecode.kernels.packing import FLOAT_FORMATS
@@ -157,7 +157,14 @@ def _open_head(
         dtype = "int4"  # in floating point, a step would take half as long as one of the target
     if load is not load_mtp:
         options["read_rows"] = getattr(target.executor, "read_rows", dequantize_rows)
-    network = load(checkpoint, target.network, dtype, **options)
+    try:
+        network = load(checkpoint, target.network, dtype, **options)
+    except CheckpointError as error:  # most often, it is a drafter of another model
+        spec = target.spec
+        raise CheckpointError(
+            f"{error} (opened as a drafter for {target.name}: hidden size {spec.hidden_size},"
+            f" {spec.vocab_size} tokens)"
+        ) from error
     packer = getattr(target.executor, "packer", None)
     executor = choose_executor(backend, threads, packer=packer)
     model = drafter_model(network, name=checkpoint.name, executor=executor)

@@ -221,7 +221,7 @@ class DraftModelRun(AnswerRun):
         ) as llm:
             measured = {
                 f"temperature {temperature}": measure(
-                    llm, prompts, decoder, size, self.recipe.tokens, temperature
+                    llm, prompts, decoder, size, self.recipe.tokens, temperature, self.recipe.seed
                 )
                 for temperature in (0.0, 0.8)
             }

@@ -33,7 +33,8 @@ from anydecode.training.drafters.learner import Learner, StepLosses
 from anydecode.training.run import TrainingRun, check_budget
 from anydecode.training.target import TorchTarget, open_target
 
-#: Calls with the stage of a run and the fraction of it that is done, and a detail to print.
+#: Calls with the stage of a run and the fraction of it that is done, and a detail to print; the
+#: first call of a stage has what runs before have done of it.
 Report = Callable[[str, float, str], None]
 
 
@@ -124,13 +125,13 @@ class DrafterRun(TrainingRun[list[float]]):
         spec = self.network.spec
         source = {"model": self.target.name, "dtype": dtype}
         taps = self.recipe.taps(spec.num_layers)
-        self.data = DrafterData(data or folder / "data", source, taps, spec.hidden_size)
-        self.device = torch.device(options.device or "cpu")
         self.torch_target: TorchTarget | None = None
         if options.device is not None:
             self.torch_target = open_target(
                 self.network, self.target.tokenizer, self.target.name, options.device
             )
+        self.device = torch.device(options.device or "cpu")
+        self.data = DrafterData(data or folder / "data", source, taps, spec.hidden_size)
         self.vocabulary: list[int] = []
         self.results: dict[str, Any] = {}
 
@@ -166,6 +167,7 @@ class DrafterRun(TrainingRun[list[float]]):
         def written(done: float) -> None:
             report("texts", done, f"{len(self.data.texts)} texts")
 
+        written(min(1.0, len(self.data.texts) / options.texts))
         if self.torch_target is not None:
             self.data.generate(
                 self.torch_target, options.texts, options.tokens, options.seed, written
@@ -183,24 +185,28 @@ class DrafterRun(TrainingRun[list[float]]):
         """Train until the budget is spent. Ctrl-C saves too."""
         self.prepare()
         sums: list[list[float]] = []
+        report("training", self.progress, "")
         if not self.step:
-            self._record(held_out=self._held_out())
+            self._record_held_out()
         try:
             for accepted in self._updates():
                 sums.append(accepted)
                 if self.step % 10 == 0:
                     self._record(acceptance=_means(sums[-10:]))
                 if self.step % 200 == 0:
-                    self._record(held_out=self._held_out())
+                    self._record_held_out()
                 first = _means(sums[-10:])[0]
                 report("training", self.progress, f"accepted first drafts: {first:.3f}")
-            self._record(held_out=self._held_out())
+            self._record_held_out()
         finally:
             self.save()
 
     def prepare(self) -> None:
         """Make the drafter, untrained or as the run before has left it."""
         options, spec, data = self.options, self.network.spec, self.data
+        state = self._check_state()
+        if state is not None:
+            data.limit(state["num_texts"])
         self.vocabulary = data.vocabulary(options.vocabulary, spec.vocab_size)
         torch.manual_seed(options.seed)
         mask = data.unused_token(spec.vocab_size)
@@ -209,12 +215,11 @@ class DrafterRun(TrainingRun[list[float]]):
         self.optimizer = torch.optim.AdamW(
             self.learner.parameters(), self._rate, (0.9, 0.95), weight_decay=0.01
         )
-        state = self._check_state()
         if state is not None:
-            if state["vocabulary"] != self.vocabulary:
+            if state["drafted_tokens"] != self.vocabulary:
                 raise InvalidRequestError(
-                    f"{self.folder}: was trained with another draft vocabulary; give the same"
-                    " number of texts and of tokens in the head"
+                    f"{self.folder}: was trained on other texts; give the same --data, or another"
+                    " --out"
                 )
             self.learner.load_state_dict(state["weights"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -226,17 +231,27 @@ class DrafterRun(TrainingRun[list[float]]):
         return self.options.rate or self.recipe.default_rate
 
     def _check_state(self) -> dict[str, Any] | None:
-        """The saved state. Raises InvalidRequestError if it is another recipe's."""
+        """The saved state. Raises InvalidRequestError if its run had other settings."""
         state = load_state(self.folder / "state.pt")
         if state is None:
             return None
-        for name, given in (("recipe", self.recipe.recipe), ("depth", self.depth)):
+        for name, given in self._settings().items():
             if state.get(name) != given:
                 raise InvalidRequestError(
                     f"{self.folder}: was trained with {name} {state.get(name)}, not {given}; give"
                     " the same, or another --out"
                 )
         return state
+
+    def _settings(self) -> dict[str, Any]:
+        """Those that a resumed run must have too."""
+        options = self.options
+        return {
+            "recipe": self.recipe.recipe,
+            "depth": self.depth,
+            "texts": options.texts,
+            "vocabulary": options.vocabulary,
+        }
 
     def _indices(self) -> list[int]:
         """The texts of the current step: every text once per epoch, in an order that depends on
@@ -289,6 +304,11 @@ class DrafterRun(TrainingRun[list[float]]):
                 sums[:, step] += one.accepted, one.count
         return [float(value) for value in sums[0] / sums[1].clip(1)]
 
+    def _record_held_out(self) -> None:
+        """Record the held-out acceptance at this step, unless a run before has."""
+        if all(one["step"] != self.step for one in self.history if "held_out" in one):
+            self._record(held_out=self._held_out())
+
     def _record(self, **values: list[float]) -> None:
         rounded = {name: [round(one, 4) for one in value] for name, value in values.items()}
         super()._record(**rounded)
@@ -296,14 +316,14 @@ class DrafterRun(TrainingRun[list[float]]):
     def save(self) -> None:
         """Write the state, the log and the drafter."""
         state = {
-            "recipe": self.recipe.recipe,
-            "depth": self.depth,
+            **self._settings(),
             "weights": self.learner.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "history": self.history,
-            "vocabulary": self.vocabulary,
+            "num_texts": len(self.data.texts),
+            "drafted_tokens": self.vocabulary,
         }
         save_state(self.folder / "state.pt", state)
         self._save_log()
@@ -331,6 +351,7 @@ class DrafterRun(TrainingRun[list[float]]):
 
     def evaluate(self, report: Report = lambda *_: None) -> None:
         """Measure the written drafter in the engine, on held-out prompts; see `measure`."""
+        report("evaluation", 0.0, "")
         prompts = [text.prompt for text in self.data.texts[:NUM_HELD_OUT]]
         threads = torch.get_num_threads()
         depth = min(DEPTH, self.learner.max_drafts or DEPTH)
@@ -344,7 +365,13 @@ class DrafterRun(TrainingRun[list[float]]):
         ) as llm:
             for temperature in (0.0, 0.8):
                 self.results[f"temperature {temperature}"] = measure(
-                    llm, prompts, decoder, depth, self.options.tokens, temperature
+                    llm,
+                    prompts,
+                    decoder,
+                    depth,
+                    self.options.tokens,
+                    temperature,
+                    self.options.seed,
                 )
                 report("evaluation", 0.5 if temperature == 0 else 1.0, "")
 

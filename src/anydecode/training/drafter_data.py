@@ -18,12 +18,8 @@ from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.files import read_json
 from anydecode.training.checkpoint import save_json
-from anydecode.training.generated import (
-    generate_prompts,
-    read_states,
-    run_requests,
-    without_loop,
-)
+from anydecode.training.generated import read_states, run_requests, without_loop
+from anydecode.training.own_answers import prompts_to_answer
 
 #: Least number of prompts that are written, and then answered, together.
 CHUNK = 64
@@ -120,7 +116,7 @@ class EngineWriter:
         self.llm = llm
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
-        return generate_prompts(self.llm, count, seed, has_long=True)
+        return prompts_to_answer(self.llm, count, seed, has_long=True)
 
     def answers(
         self,
@@ -139,6 +135,11 @@ class EngineWriter:
             for prompt, temperature in zip(prompts, temperatures, strict=True)
         ]
         return [one.tokens for one in run_requests(self.llm, requests)]
+
+
+def _described(source: dict[str, Any]) -> str:
+    """The model and the format of its weights."""
+    return f"{source.get('model')} (dtype {source.get('dtype') or 'as stored'})"
 
 
 class DrafterData:
@@ -171,7 +172,10 @@ class DrafterData:
             stored = read_json(source_file)
             kept = stored.get("taps", [])
             if stored != {**source, "taps": kept}:
-                raise InvalidRequestError(f"{folder} has data from {stored}, not from {source}")
+                raise InvalidRequestError(
+                    f"{folder} has texts and states of {_described(stored)}, not of"
+                    f" {_described(source)}; give another folder"
+                )
             added = [tap for tap in dict.fromkeys(taps) if tap not in kept]
             self.taps = (*kept, *added)
             source["taps"] = list(self.taps)
@@ -186,9 +190,14 @@ class DrafterData:
             self._read_texts()
 
     def _read_texts(self) -> None:
-        content = self._texts_file.read_text("utf-8")
-        whole = content[: content.rfind("\n") + 1]
-        for line in whole.splitlines():
+        lines = self._texts_file.read_text("utf-8").splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            # The write of a chunk was cut off. It belongs to the chunk of the line before or to the
+            # next one: both are written anew.
+            chunks = [json.loads(line)["chunk"] for line in lines[:-1]]
+            lines = lines[: chunks.index(chunks[-1])] if chunks else []
+            self._texts_file.write_text("".join(lines), "utf-8")
+        for line in lines:
             entry = json.loads(line)
             self.texts.append(Text(entry["prompt"], entry["answer"]))
             self._num_chunks = entry["chunk"] + 1
@@ -241,6 +250,10 @@ class DrafterData:
             if len(answer) >= SHORTEST
         ]
 
+    def limit(self, count: int) -> None:
+        """Leave out all texts but the first `count`: other runs may have added some."""
+        del self.texts[count:], self._starts[count + 1 :]
+
     def collect(self, llm: LLM, report: Report = lambda done: None) -> None:
         """Store the states of all texts that have none yet. Calls `report(fraction)`."""
         depth = llm.model.spec.num_layers
@@ -252,6 +265,7 @@ class DrafterData:
             done = max(index for index, start in enumerate(starts) if start <= stored)
         with self._states_file.open("ab") as file:
             file.truncate(starts[done] * size)
+            report(done / len(self.texts))
             for index in range(done, len(self.texts)):
                 *taps, last = read_states(llm, self.texts[index].tokens, (*self.taps, depth))
                 rows = np.stack([*taps, llm.model.normed(last)], 1)  # type: ignore[attr-defined]

@@ -14,7 +14,13 @@ DEPTH = 5
 
 
 def measure(
-    llm: LLM, prompts: Seq[list[int]], decoder: str, depth: int, tokens: int, temperature: float
+    llm: LLM,
+    prompts: Seq[list[int]],
+    decoder: str,
+    depth: int,
+    tokens: int,
+    temperature: float,
+    seed: int,
 ) -> dict[str, Any]:
     """Tokens per pass of the target, and the fraction of the drafts that is accepted at each depth
     of a chain, of those whose predecessors were.
@@ -26,6 +32,7 @@ def measure(
         depth: Number of drafts of its chains.
         tokens: Maximum number of tokens of an answer.
         temperature: Sampling temperature.
+        seed: Random seed of the sampling.
     """
     reached, accepted = np.zeros(depth), np.zeros(depth)
     passes = count = 0
@@ -33,6 +40,7 @@ def measure(
         list(prompts),
         decoder=decoder,
         temperature=temperature,
+        seed=seed,
         max_tokens=tokens,
         trace=True,
     )

@@ -61,7 +61,8 @@ def turn_parts(tokenizer: Tokenizer) -> tuple[str, str]:
     marker = "\0"
     if tokenizer.chat_template is None:
         raise InvalidRequestError(
-            "this model has no chat template, with which it would write its prompts"
+            "this model has no chat template, with which it would write its prompts; choose one"
+            " with a template, such as an instruction-tuned one"
         )
     template = tokenizer.render_chat([{"role": "user", "content": marker}])
     opening, _, closing = template.partition(marker)

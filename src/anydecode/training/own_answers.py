@@ -10,17 +10,23 @@ import torch
 from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.tokenizer import Tokenizer
 from anydecode.training.block_adapter import Pair, task_pair
 from anydecode.training.generated import generate_prompts, rendered_prompt, run_requests
 
 
-def prompts_to_answer(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """Up to `count` prompts, which the model writes if it has a chat template; otherwise they are
-    those of this package's tasks."""
+def prompts_to_answer(llm: LLM, count: int, seed: int, has_long: bool = False) -> list[list[int]]:
+    """Up to `count` prompts, which the model writes if it has a chat template (see
+    `generate_prompts`); otherwise they are those of this package's tasks."""
     if llm.tokenizer.chat_template is not None:
-        return generate_prompts(llm, count, seed)
+        return generate_prompts(llm, count, seed, has_long)
+    return task_prompts(llm.tokenizer, count, seed)
+
+
+def task_prompts(tokenizer: Tokenizer, count: int, seed: int) -> list[list[int]]:
+    """`count` prompts of this package's tasks."""
     random = Random(f"{seed}/prompts")
-    return [task_pair(llm.tokenizer, random)[0] for _ in range(count)]
+    return [task_pair(tokenizer, random)[0] for _ in range(count)]
 
 
 def own_answers(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -34,6 +37,24 @@ def check_budget(budget: Budget) -> None:
     """Raise `InvalidRequestError` unless one of `minutes` and `steps` is given."""
     if (budget.minutes is None) == (budget.steps is None):
         raise InvalidRequestError("training takes either minutes or steps")
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Ctrl-C within the block takes effect at its end: an interrupted step of an optimiser would
+    have updated a part of the weights."""
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None or threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it is interrupted
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 class TrainingRun(ABC, Generic[Result]):
@@ -67,10 +88,12 @@ class TrainingRun(ABC, Generic[Result]):
         """Take a step."""
 
     def _updates(self) -> Iterator[Result]:
-        """Take steps until the budget is spent, yield the result of each, and save regularly."""
+        """Take steps until the budget is spent, yield the result of each, and save regularly.
+        Ctrl-C takes effect between steps."""
         last, saved = time.monotonic(), self.seconds
         while self.progress < 1.0:
-            result = self._update()
+            with delayed_interrupt():
+                result = self._update()
             now = time.monotonic()
             self.seconds, last = self.seconds + now - last, now
             yield result

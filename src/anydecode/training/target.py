@@ -19,6 +19,7 @@ from anydecode.models.spec import LayerSpec, ModelSpec
 from anydecode.models.tokenizer import Tokenizer
 from anydecode.training.drafters.layers import as_tensor, layer_shape
 from anydecode.training.generated import LONG_TURN, SHORT_TURN, TOP_P, is_long, turn_parts
+from anydecode.training.own_answers import task_prompts
 from anydecode.training.transformer import rotate
 
 #: Texts that are written at once, and steps between two looks at which of them have ended.
@@ -146,8 +147,10 @@ class TorchTarget:
     # --- texts
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
-        """Prompts that the target writes itself; see `generate_prompts`."""
+        """See `prompts_to_answer`."""
         tokenizer = self.tokenizer
+        if tokenizer.chat_template is None:
+            return task_prompts(tokenizer, count, seed)
         opening, end = turn_parts(tokenizer)
         given = tokenizer.encode(opening, special=False)
         sizes = range(tokenizer.vocab_size)

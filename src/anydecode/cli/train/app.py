@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,22 @@ def positive(parameter: typer.CallbackParam, value: float | None) -> float | Non
     return value
 
 
+def usable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
+    """The value of an option. Raises `InvalidRequestError` if it is a file, or cannot be written
+    to."""
+    if folder is None:
+        return None
+    found = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not found.is_dir():
+        raise InvalidRequestError(f"--{parameter.name} is {folder}, but {found} is a file")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise InvalidRequestError(
+            f"--{parameter.name} is {folder}, but nothing can be written to {found}; give another"
+            " folder"
+        )
+    return folder
+
+
 Minutes = Annotated[
     float | None,
     typer.Option(
@@ -51,7 +68,12 @@ Steps = Annotated[
 ]
 
 Out = Annotated[
-    Path, typer.Option("--out", help="New output folder, or one of an interrupted run to resume.")
+    Path,
+    typer.Option(
+        "--out",
+        help="New output folder, or one of an interrupted run to resume.",
+        callback=usable_folder,
+    ),
 ]
 
 Seed = Annotated[int, typer.Option("--seed", help="Random seed of data and weights.")]
@@ -110,6 +132,7 @@ def trained(open_run: Callable[[], Run], step: str, threads: int) -> Run:
     with progress("training", 1.0, unit="percent") as bar:
         bar.begin("answers")
         run = open_run()
+        bar.restart("training", run.progress)
         with resumable(run.folder):
             run.train(lambda done, loss: bar.update(done, step=step, detail=f"loss {loss:.3f}"))
     return run

@@ -29,6 +29,7 @@ from anydecode.cli.train.app import (
     resumable,
     shares_line,
     trained,
+    usable_folder,
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.progress import progress
@@ -526,6 +527,7 @@ def train_drafter(
         typer.Option(
             "--data",
             help="Folder of texts and states that several runs share. Default: data in --out.",
+            callback=usable_folder,
         ),
     ] = None,
     texts: Annotated[
@@ -609,7 +611,13 @@ def train_drafter(
     limit_threads(threads)
     run = DrafterRun(model, out, settings, dtype, data)
     with resumable(out), progress("drafter", 1.0, unit="percent") as bar:
-        run.run(lambda stage, done, detail: bar.update(done, step=stage, detail=detail))
+
+        def show(stage: str, done: float, detail: str) -> None:
+            if stage != bar.name:
+                bar.restart(stage, done)
+            bar.update(done, detail=detail)
+
+        run.run(show)
     lines = [f"drafts with --draft {run.drafter} --decoder {run.recipe.key}"]
     for name, result in run.results.items():
         depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])

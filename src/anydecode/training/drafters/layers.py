@@ -54,6 +54,11 @@ class LayerShape:
 def check_head(network: Network) -> None:
     """Raise UnsupportedCombinationError for a target whose logits are not its head's products."""
     spec = network.spec
+    if not spec.causal:
+        raise UnsupportedCombinationError(
+            "drafters can be trained for models that generate from left to right, not for"
+            " diffusion models"
+        )
     is_plain = (spec.logit_scale, spec.logit_softcap) == (1.0, None) and spec.num_streams == 1
     if not is_plain:
         raise UnsupportedCombinationError(
