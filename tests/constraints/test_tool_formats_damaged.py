@@ -1,4 +1,4 @@
-"""The parsers of tool calls read whatever a model writes: they raise no error, take time in
+"""The parsers of tool calls read whatever a model writes: they raise no error, work in
 proportion to the text, and find in its parts what they find in the whole."""
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from functools import partial
-from time import process_time
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from anydecode.constraints.tools.families import TOOL_FORMATS  # noqa: E402
 from anydecode.constraints.tools.tool_calls import parse_answer  # noqa: E402
 from anydecode.models.tokenizer import REASONING_TAGS  # noqa: E402
 from anydecode.server.parsers import Parser  # noqa: E402
+from steps import num_steps  # noqa: E402
 
 SCHEMAS: dict[str, Any] = {
     "find": {
@@ -159,13 +159,14 @@ KINDS = ("gpt-oss", "gemma4", "kimi", "deepseek-v4", "glm", "command", "llama3",
 
 
 @pytest.mark.parametrize("format_name", KINDS)
-def test_time_is_in_proportion_to_the_text(format_name: str) -> None:
+def test_work_is_in_proportion_to_the_text(format_name: str) -> None:
     for opening in openings(format_name):
         for part in ("{", '"a":', "a"):
-            text = opening + part * (3000 // len(part))
-            began = process_time()
-            events(format_name, text)
-            assert process_time() - began < 0.5, (opening, part)
+            half, whole = (
+                num_steps(lambda text=opening + part * (size // len(part)): events(format_name, text))
+                for size in (300, 600)
+            )
+            assert whole <= 2 * half + 100, (opening, part)
 
 
 def test_deep_values_are_no_error() -> None:
