@@ -9,7 +9,7 @@ from typing import Any
 
 
 class TooManySteps(BaseException):
-    """A call takes more steps than it may. No `except Exception` of the code under test hides it."""
+    """A call takes more steps than it may. No `except Exception` hides it."""
 
 
 def num_steps(call: Callable[[], Any], max_steps: int | None = None) -> int:

@@ -28,7 +28,7 @@ os.environ.update(OFFLINE)
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.nodeid.startswith("tests/clients/"):
             item.add_marker(pytest.mark.clients)
 
 

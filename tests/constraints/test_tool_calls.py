@@ -345,6 +345,7 @@ def test_an_answer_beside_tools_settles_up_to_the_value_that_is_validated() -> N
     assert state.allows_sequence(list((start + "[1, 2, 3]}").encode()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "format_name",
     ["hermes", "mistral-args", "kimi", "qwen3-coder", "glm", "deepseek-v3.2", "llama4", "gemma4"],

@@ -27,6 +27,7 @@ from anydecode.models.scripted import ByteTokenizer  # noqa: E402
 from anydecode.models.tokenizer import TOOL_TAGS  # noqa: E402
 from anydecode.models.tokenizers import HFTokenizer  # noqa: E402
 from anydecode.server.parsers import tool_format  # noqa: E402
+from tool_format_kinds import FORMATS  # noqa: E402
 
 TOKENIZER = ByteTokenizer()
 #: The arguments of two tools. References, unions and free values are among them.
@@ -141,7 +142,7 @@ def accepts(format_name: str, text: str, *, is_required: bool) -> bool:
     return state.can_stop
 
 
-@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=20, deadline=None)
 @given(calls=CALLS, has_text=st.booleans(), first=st.integers(1, 8))
 def test_rendered_calls_are_parsed_from_any_split(
@@ -157,7 +158,7 @@ def test_rendered_calls_are_parsed_from_any_split(
         assert num_complete == len(calls)
 
 
-@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=10, deadline=None)
 @given(calls=CALLS)
 def test_rendered_calls_are_allowed(format_name: str, calls: list[tuple[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from anydecode.constraints.tools.tool_calls import parse_answer  # noqa: E402
 from anydecode.models.tokenizer import REASONING_TAGS  # noqa: E402
 from anydecode.server.parsers import Parser  # noqa: E402
 from steps import num_steps  # noqa: E402
+from tool_format_kinds import FORMATS, KINDS  # noqa: E402
 
 SCHEMAS: dict[str, Any] = {
     "find": {
@@ -110,7 +111,7 @@ def events(
     return [event for event in found if event[1] or event[0] == "end"]
 
 
-@pytest.mark.parametrize("format_name", TOOL_FORMATS)
+@pytest.mark.parametrize("format_name", FORMATS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), is_cut=st.booleans())
 def test_parts_are_parsed_as_the_whole_and_nothing_raises(
@@ -135,6 +136,7 @@ def openings(format_name: str) -> Iterator[str]:
     call = call_format.render([CALLS[0]], SCHEMAS)
     yield from ("", "[", "<think>", '{"name": "', call_format.trigger, call.partition("text")[0])
     yield call_format.trigger + '{"name": "'
+    yield call_format.trigger + '{"name": "find", "arguments": {}'
 
 
 @pytest.mark.parametrize("name", ['"\\q"', '"a\nb"', '"\\u12"'])
@@ -154,18 +156,12 @@ def test_lone_surrogates_of_calls_can_be_sent(order: str) -> None:
     assert found == [("call", "?"), ("arguments", '{"a": "\\udfff"}'), ("end", "")]
 
 
-#: One format of every kind of parser.
-KINDS = ("gpt-oss", "gemma4", "kimi", "deepseek-v4", "glm", "command", "llama3", "hermes", "lfm2")
-
-
 @pytest.mark.parametrize("format_name", KINDS)
 def test_work_is_in_proportion_to_the_text(format_name: str) -> None:
     for opening in openings(format_name):
         for part in ("{", '"a":', "a"):
-            half, whole = (
-                num_steps(lambda text=opening + part * (size // len(part)): events(format_name, text))
-                for size in (300, 600)
-            )
+            texts = (opening + part * (size // len(part)) for size in (300, 600))
+            half, whole = (num_steps(partial(events, format_name, text)) for text in texts)
             assert whole <= 2 * half + 100, (opening, part)
 
 

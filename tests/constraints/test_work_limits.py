@@ -61,7 +61,10 @@ def test_python_matches_only_patterns_of_this_package() -> None:
     root = Path(anydecode.__file__).parent
     num_calls = 0
     for path in (file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        code = path.read_text()
+        if "import re\n" not in code:
+            continue
+        tree = ast.parse(code)
         constants = {
             target.id
             for node in tree.body
@@ -582,7 +585,7 @@ def test_later_tries_of_an_answer_search_less(
     assert limits == [MAX_WORK_PER_TRY // 10 // 2]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_all_tries_of_an_answer_have_bounded_work(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

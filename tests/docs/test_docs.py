@@ -178,24 +178,32 @@ def anydecode_commands(page: Path) -> Iterator[tuple[str, list[str]]]:
                     yield f"{name_of(page)}:{block.line}: {line}", words[len(start) :]
 
 
-def parse(words: list[str]) -> None:
-    """Parse the arguments of `anydecode`, and run nothing. Raises what typer raises for wrong ones,
-    such as an option that the command does not have."""
-    command, rest = typer.main.get_command(main.app), words
-    if words[:1] == ["bench"] and words[1] != "--help":
-        command, rest = bench.bench_command(words[1]), words[2:]
+@cache
+def parser(benchmark: str = "") -> Any:
+    """The command `anydecode`, or that of a benchmark, which parses its arguments and runs
+    nothing."""
+    command = bench.bench_command(benchmark) if benchmark else typer.main.get_command(main.app)
     waiting = [command]
     while waiting:
         one = waiting.pop()
         one.callback = None
         waiting += getattr(one, "commands", {}).values()
+    return command
+
+
+def parse(words: list[str]) -> None:
+    """Parse the arguments of `anydecode`, and run nothing. Raises what typer raises for wrong ones,
+    such as an option that the command does not have."""
+    is_benchmark = words[:1] == ["bench"] and words[1] != "--help"
+    command, rest = (parser(words[1]), words[2:]) if is_benchmark else (parser(), words)
     command(rest, standalone_mode=False)
 
 
 def test_every_command_takes_its_options() -> None:
     pytest.importorskip("torch")  # of which modules of benchmarks have parts
-    with pytest.raises(Exception, match="No such option: --mehods"):
-        parse(["bench", "speculative", "--mehods", "auto"])
+    for command in (["bench", "speculative"], ["generate"]):
+        with pytest.raises(Exception, match="No such option: --mehods"):
+            parse([*command, "--mehods", "auto"])
     wrong = []
     for where, words in (one for page in PAGES for one in anydecode_commands(page)):
         try:
@@ -236,7 +244,10 @@ def test_every_command_in_the_code_exists() -> None:
     """In messages, docstrings and cards, whose parts the parser of Python joins."""
     assert unknown_command("anydecode train depth --recipe routers --steps 1") == "routers"
     for file in sorted((ROOT / "src").glob("**/*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        code = file.read_text()
+        if "`anydecode " not in code:
+            continue
+        for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 for text in re.findall(r"`(anydecode [a-z][^`{]+)", node.value):
                     assert unknown_command(text) is None, f"{file.name}: {text}"

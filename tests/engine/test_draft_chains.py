@@ -190,6 +190,7 @@ def chains_by_place(
     return reader.by_place
 
 
+@pytest.mark.one_in(3)  # each temperature and probability
 @pytest.mark.parametrize("min_probability", [0.0, 0.02])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", DRAFTERS)

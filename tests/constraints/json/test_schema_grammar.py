@@ -46,6 +46,7 @@ def words(alphabet: str, longest: int) -> Iterator[str]:
 NUMBERS: tuple[dict[str, Any], ...] = (
     {"type": "integer", "multipleOf": 3},
     {"type": "integer", "multipleOf": 7, "minimum": -20, "exclusiveMaximum": 35},
+    {"type": "integer", "exclusiveMinimum": -1.5, "exclusiveMaximum": 12.5},
     {"type": "number", "multipleOf": 0.25},
     {"type": "number", "multipleOf": 1.5, "maximum": 20},
     {"type": "number", "multipleOf": 20},
@@ -102,7 +103,7 @@ def test_wrong_numbers_are_detected(
 ) -> None:
     real = getattr(schema_grammar, name)
     monkeypatch.setattr(schema_grammar, name, lambda *given: wrong(*given, real))
-    assert sum(wrong_numbers(NUMBERS[index]) for index in (0, 6, 8)) > 0
+    assert sum(wrong_numbers(NUMBERS[index]) for index in (0, 7, 9)) > 0
 
 
 def test_a_step_with_too_many_remainders_is_refused() -> None:
@@ -239,6 +240,31 @@ def test_members_that_are_not_counted_are_detected(monkeypatch: pytest.MonkeyPat
 def test_names_of_which_one_pattern_counts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_grammar._SchemaRules, "_all_of", lambda self, schemas: schemas[0])
     assert wrong_objects(OBJECTS[1]) > 0 and wrong_objects(OBJECTS[2]) > 0
+
+
+ARRAYS: tuple[dict[str, Any], ...] = (
+    {"items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2},
+    {"items": {"const": 2}, "maxItems": 0},
+    {"items": {"const": 2}, "minItems": 3},
+    {"prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 1},
+    {"prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 2},
+    {"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 2, "maxItems": 3},
+    {"prefixItems": [{"const": 1}, {"const": 2}], "maxItems": 1},
+    {"prefixItems": [{"const": 1}, {"const": 2}, {"const": 1}], "items": {"const": 2}},
+)
+
+
+@pytest.mark.parametrize("schema", ARRAYS, ids=str)
+def test_arrays_are_those_that_are_valid(schema: dict[str, Any]) -> None:
+    schema = {"type": "array", **schema}
+    allowed, validator = of_schema(schema), jsonschema.Draft202012Validator(schema)
+    found = set()
+    for length in range(5):
+        for items in product((1, 2), repeat=length):
+            expected = validator.is_valid([*items])
+            found.add(expected)
+            assert allowed(json.dumps(items)) == expected, items
+    assert found == {True, False}
 
 
 def test_a_recursive_schema_beside_other_keywords() -> None:

@@ -105,7 +105,7 @@ def texts(llm: LLM, decoder: str, prompts: list[list[int]]) -> list[list[int]]:
     return [one.tokens for one in llm.generate(prompts, decoder=decoder, **options)]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("key", KEYS)
 def test_a_cache_works_or_is_refused_with_the_reason(

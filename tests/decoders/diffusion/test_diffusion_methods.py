@@ -96,7 +96,7 @@ def texts(llm: LLM, decoder: str, prompts: Any, **options: Any) -> list[list[int
     return [answer.tokens for answer in llm.generate(prompts, decoder=decoder, **options)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 @pytest.mark.parametrize("decoder", [*METHODS, *OF_BLOCKS])
 def test_batches_and_restarts_do_not_change_the_text(decoder: str, temperature: float) -> None:
@@ -109,8 +109,18 @@ def test_batches_and_restarts_do_not_change_the_text(decoder: str, temperature: 
         llm.engine.check_integrity()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
+@pytest.mark.parametrize(
+    ("cache", "temperature"),
+    [
+        ("none", 0.9),
+        ("dual", 0.0),
+        ("prefix", 0.9),
+        *(
+            pytest.param(cache, temperature, marks=pytest.mark.slow)
+            for cache, temperature in (("none", 0.0), ("dual", 0.9), ("prefix", 0.0))
+        ),
+    ],
+)
 def test_verified_chains_give_the_text_of_one_token_denoising(
     cache: str, temperature: float
 ) -> None:

@@ -66,7 +66,7 @@ METHODS = (*WHOLE, *BLOCKS, *SHIFTED, *SHIFTED_BLOCKS)
 #: The builds that change no token of the script.
 UNCHANGING = ("remdm",)
 #: The slow tests run all builds.
-SOME = pytest.mark.one_in(5)  # an odd number: both temperatures
+SOME = pytest.mark.one_in(9)  # an odd number: both temperatures
 PROMPTS = [[5, 6, 7], [9], [80, 81, 82, 83, 84], [3, 3]]
 BLOCK = 6
 

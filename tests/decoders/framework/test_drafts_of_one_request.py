@@ -63,7 +63,7 @@ def with_rule(decoder: str, rule: str) -> str:
 
 
 def answers(llm: LLM, prompts: list[str], decoder: str, **options: Any) -> list[list[int]]:
-    shared = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+    shared = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "ignore_eos": True}
     found = llm.generate(prompts, decoder=decoder, **{**shared, **options})
     return [one.tokens for one in found]
 

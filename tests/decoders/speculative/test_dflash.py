@@ -387,6 +387,7 @@ def test_a_prefix_that_only_the_target_knows_is_left_out(drafter: Checkpoint) ->
     assert num_accepted([drafted]) > 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("decoder", ["dflash", "dflash:tree=true"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_certificate_rejects_a_fan_out_that_exceeds_its_budget(
     assert_rejected("saguaro")
 
 
+@pytest.mark.slow
 def test_reshaped_drafts_that_are_compared_with_the_plain_distribution_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -162,7 +162,9 @@ def test_certificate_rejects_texts_of_other_rules_that_are_limited(monkeypatch: 
         "saguaro",
     ],
 )
-@pytest.mark.parametrize("drafting", ["smartspec-server", "fixed"])
+@pytest.mark.parametrize(
+    "drafting", ["smartspec-server", pytest.param("fixed", marks=pytest.mark.slow)]
+)
 def test_drafts_of_several_requests_keep_the_text(decoder: str, drafting: str) -> None:
     """Of which passes leave out rows, or not."""
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,18 @@ def test_certificate_rejects_trees_of_a_fixed_size(monkeypatch: pytest.MonkeyPat
 def test_certificate_rejects_another_default(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_defaults(monkeypatch, "stree", size=8)
     assert_rejected("stree")
+
+
+@pytest.mark.parametrize(("num_others", "size"), [(0, 7), (3, 4), (7, 0)])
+def test_sequences_in_company_draft_as_many_nodes_as_cost_nothing(
+    num_others: int, size: int
+) -> None:
+    """Passes of up to eight rows take equally long, and each further row as long again."""
+    costs = SimpleNamespace(
+        seconds=lambda rows, context: float(max(1, rows - 7)), num_others=lambda: num_others
+    )
+    sequence: Any = SimpleNamespace(cost_model=costs, all_tokens=[1] * 10)
+    assert stree.ReplayBudget(16, replay=0.0).size(sequence) == size
 
 
 def test_a_negative_cost_is_refused() -> None:

@@ -102,6 +102,7 @@ def test_states_of_other_layers_are_rejected(monkeypatch: pytest.MonkeyPatch) ->
     assert_rejected("taps")
 
 
+@pytest.mark.one_in(3)  # an odd number: both temperatures
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("decoder", ["taps", "taps:drafters=eagle,route=true"])
 def test_several_drafters_leave_the_text_as_it_is(decoder: str, temperature: float) -> None:
