@@ -145,6 +145,7 @@ def test_every_call_is_valid_under_its_whole_schema(llm: LLM, name: str) -> None
     assert num_calls
 
 
+@pytest.mark.one_in(3)  # each format
 @pytest.mark.parametrize("format_name", ["qwen3-coder", "llama4", "functiongemma", "kimi"])
 @pytest.mark.parametrize("name", ["pydantic", "uniqueItems", "if", "not", "recursion", "times"])
 def test_calls_of_every_kind_of_format_are_valid(llm: LLM, name: str, format_name: str) -> None:

@@ -181,6 +181,7 @@ def test_beams_share_rows(kind: str) -> None:
     assert found == alone(kind, **options)
 
 
+@pytest.mark.one_in(2)  # each kind and each format
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 def test_cache_formats(kind: str, format: str) -> None:
     """The same text in batches as alone."""

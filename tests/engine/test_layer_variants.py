@@ -174,6 +174,7 @@ def test_beams_share_rows(family: str) -> None:
     assert found == alone(family, 0.0, "beam:width=3")
 
 
+@pytest.mark.one_in(3)  # each format
 @pytest.mark.parametrize("format", CACHE_FORMATS)
 def test_cache_formats(family: str, format: str) -> None:
     """The same text in batches as alone."""

@@ -2800,6 +2800,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_wrong_settings_change_the_logits(mistake: str) -> None:
     """Negative controls: with one wrong setting, the logits exceed the margin of the tests
@@ -3237,6 +3238,7 @@ def _same_norm(network: Network) -> None:
         layer.mlp.norms.router = layer.mlp.norms.input
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("twin", WRONG_TWINS)
 def test_wrong_twins_change_the_logits(twin: str) -> None:
     case, change = WRONG_TWINS[twin]

@@ -44,6 +44,7 @@ def limit(path: str, count: int = 200) -> dict[str, Any]:
     return {"max_output_tokens" if path == RESPONSES else "max_tokens": count, "seed": 3}
 
 
+@pytest.mark.one_in(2)  # each constraint and each endpoint
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_constraint_reaches_every_endpoint(client: Client, path: str, kind: str) -> None:

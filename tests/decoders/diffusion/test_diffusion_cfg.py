@@ -219,6 +219,7 @@ OVERLAPPING = (
     ('start: "a" "/" "a" | "a" "a"\n%ignore /\\/b*\\//', "ab/"),
     ('start: "\\"" /[a]*/ "\\"" /b?/', '"ab'),
     ('start: "a" C "a"\nC: /b+|c/\n%ignore /b/', "abc"),
+    ('start: "a" ("_" | "b") "a"\n%ignore "_"', "ab_"),
 )
 
 

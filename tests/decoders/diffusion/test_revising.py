@@ -146,6 +146,7 @@ def test_requests_that_do_not_fit_in_memory_together_are_preempted(decoder: str)
         assert llm.engine.num_preemptions
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("decoder", METHODS)
 def test_only_what_cannot_change_is_streamed(decoder: str) -> None:
     """Once a token is emitted, the canvas holds it in all later steps. Before that, tokens do

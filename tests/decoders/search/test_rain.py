@@ -116,6 +116,21 @@ def test_phrases_are_sampled_from_all_tokens_and_sets_from_the_most_probable_one
     assert any("p" in text for text in texts) and "p" not in answer.text
 
 
+def test_of_children_with_as_many_visits_the_better_one_is_taken() -> None:
+    root = Node(children=[Node() for _ in range(3)])
+    for child, values in zip(root.children, ([0.1, 0.3], [0.5, 0.5], [1.0]), strict=True):
+        for value in values:
+            child.add(value, 1.0)
+    assert root.most_visited() is root.children[1]
+
+
+def test_a_visit_counts_by_its_weight() -> None:
+    node = Node()
+    node.add(1.0, 1.0)
+    node.add(-1.0, 0.5)
+    assert (node.visits, node.value) == pytest.approx((1.5, 1 / 3))
+
+
 def test_bad_children_are_widened_unless_they_differ() -> None:
     def node(value: float, *embeddings: list[float] | None, size: int = 1) -> Node:
         children = [

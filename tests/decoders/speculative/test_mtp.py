@@ -163,6 +163,7 @@ def test_turns_of_a_chat_leave_no_position_out(
         assert_turns_leave_no_position_out(monkeypatch, drafter, "mtp", lags)
 
 
+@pytest.mark.one_in(2)  # each method
 @pytest.mark.parametrize("decoder", ["mtp", "medusa", "eagle"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_constraints_hold_and_the_text_is_exact(temperature: float, decoder: str) -> None:
