@@ -46,6 +46,15 @@ def test_certificate_rejects_other_defaults(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("other", [{"max_steps": 39}, {"step_tokens": 1000}], ids=str)
+def test_certificate_rejects_other_bounds_of_steps(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    replace_defaults(monkeypatch, "particle-filtering", **other)
+    assert_rejected("particle-filtering")
+
+
+@pytest.mark.slow
 def test_certificate_rejects_weights_without_the_potential_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

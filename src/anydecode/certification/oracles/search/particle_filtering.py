@@ -115,12 +115,13 @@ def answers(llm: LLM, decoder: Any, samples: int) -> list[Text]:
 PIECES = ("a", "b", "\n", "\n\n", "c\n", "\nd", "é")
 
 
-def line_model() -> ScriptedModel:
-    """Pseudo-random logits of `PIECES` and the end token."""
+def line_model(blank: float = 0.0, end: float = -2.0) -> ScriptedModel:
+    """Pseudo-random logits of `PIECES` and the end token, to which `blank` is added for those with
+    the end of a line, and `end` for the end token."""
+    added = np.array([blank * ("\n" in piece) for piece in PIECES] + [end])
 
     def script(seen: tuple[int, ...]) -> np.ndarray:
-        row = np.random.default_rng([3, *seen[-3:]]).normal(size=len(PIECES) + 1)
-        row[-1] -= 2.0
+        row = np.random.default_rng([3, *seen[-3:]]).normal(size=len(PIECES) + 1) + added
         return np.asarray(row, np.float32)
 
     return ScriptedModel(script, vocab_size=len(PIECES) + 1)
@@ -145,10 +146,11 @@ def replay(model: ScriptedModel, prompt: list[int], seed: int, limit: int) -> li
 
     for step in range(40):
         for number, text in enumerate(texts):
-            before = len(words(text))
+            before, first = len(words(text)), len(text)
             while not is_over(text):
                 text.append(next_token(text, noises[number]))
-                if step < 39 and "\n\n" in words(text)[max(0, before - 1) :]:
+                is_blank = "\n\n" in words(text)[max(0, before - 1) :]
+                if step < 39 and (is_blank or len(text) - first == 1024):
                     break
         rewards = []
         for text in texts:
@@ -169,19 +171,30 @@ def replay(model: ScriptedModel, prompt: list[int], seed: int, limit: int) -> li
     return texts[max(range(8), key=lambda number: rewards[number])]
 
 
+def _replay_checks() -> Iterator[Check]:
+    """Answers of the default build: of few steps, of more than the 40 that are allowed, and of one
+    that ends after 1024 tokens."""
+    many, none = line_model(blank=4.0, end=-9.0), line_model(blank=-40.0, end=-40.0)
+    for name, lines, seeds, limit, min_steps in (
+        ("the default build", line_model(), range(16), 24, 16),
+        ("more than 40 steps of the default build", many, range(2), 120, 2 * 40),
+        ("a step of 1024 tokens of the default build", none, range(1, 2), 1030, 1),
+    ):
+        wrong = steps = 0
+        with LLM(lines, tokenizer=PieceTokenizer(*PIECES), cache_positions=16384) as llm:
+            for seed in seeds:
+                options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": limit}
+                found = llm.generate(PROMPT, decoder="particle-filtering", **options)
+                wrong += found.tokens != replay(lines, PROMPT, seed, limit)
+                steps += found.text.count("\n\n") + len(found.tokens) // 1024
+        detail = f"{wrong} of {len(seeds)} wrong, {steps} steps"
+        yield Check(f"{name}: equal to the replay", wrong == 0 and steps >= min_steps, detail)
+
+
 @oracle_test("particle-filtering")
 def particle_filtering() -> Iterator[Check]:
     """The laws of the answer, the replay, and plain decoding with one particle."""
-    wrong, steps = 0, 0
-    lines = line_model()
-    with LLM(lines, tokenizer=PieceTokenizer(*PIECES), cache_positions=4096) as llm:
-        for seed in range(16):
-            options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 24}
-            found = llm.generate(PROMPT, decoder="particle-filtering", **options)
-            wrong += found.tokens != replay(lines, PROMPT, seed, 24)
-            steps += found.text.count("\n\n") > 0
-    detail = f"{wrong} of 16 wrong, {steps} of several steps"
-    yield Check("the default build equals its replay", wrong == 0 < steps, detail)
+    yield from _replay_checks()
     model = flat_model()
     with LLM(model, tokenizer=ShortTokenizer(), cache_positions=4096) as llm:
 
