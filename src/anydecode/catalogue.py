@@ -18,7 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from anydecode.errors import InvalidRequestError, quoted
+from anydecode.errors import InvalidRequestError, one_line, quoted
 
 FAMILIES = (
     "speculative",
@@ -310,7 +310,7 @@ def find(key: str) -> Entry:
     entry = lookup(key)
     if entry is None:
         hint = _similar(key, _entries) or "; see `anydecode methods`"
-        raise InvalidRequestError(f"no decoding method is called {key!r}{hint}")
+        raise InvalidRequestError(f"no decoding method is called {one_line(repr(key))}{hint}")
     return entry
 
 

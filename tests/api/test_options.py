@@ -11,13 +11,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 
 from anydecode import LLM
 from anydecode.api.options import GenerateOptions
 from anydecode.certification.checks import PROMPTS, scripted_llm
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
-from anydecode.models.scripted import ScriptedModel
+from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
+from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
 from server_models import TemplateTokenizer
@@ -249,3 +250,49 @@ def test_a_text_is_no_conversation() -> None:
         assert llm.chat([message], max_tokens=2).text
         first, second = llm.chat([[message], [message]], max_tokens=2)
         assert first.text == second.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decoder": 5}, "decoder is 5; it must be a key"),
+        ({"decoder": LLM}, "decoder is .*; it must be a key"),
+        ({"sampler": 5}, "sampler is 5; it must be"),
+        ({"sampler": None}, "sampler is None; it must be"),
+        ({"sampler": [5]}, "5 is a int, not a sampler"),
+        ({"priority": "x"}, "priority must be a number, not 'x'"),
+        ({"priority": None}, "priority must be a number, not None"),
+        ({"priority": float("nan")}, "priority must be a number, not nan"),
+        ({"namespace": [1]}, "namespace is .*hashable"),
+        ({"first_finish": "1", "n": 2}, "first_finish is '1'; it must be"),
+        ({"first_finish": True, "n": 2}, "first_finish is True; it must be"),
+        ({"prompt_embeds": 5}, "prompt_embeds is 5; it must be"),
+        ({"prompt_embeds": np.zeros((2, 3))}, "prompt_embeds is .*; it must be"),
+        ({"stop": "\ud800"}, "stop contains half of a surrogate pair"),
+        ({"banned_strings": ["a", "\udfff"]}, "banned_strings contains half of a surrogate"),
+        ({"decoder": "x" * 10000}, "no decoding method is called 'xxx"),
+    ],
+)
+def test_options_of_wrong_kinds_are_refused_in_one_line(
+    options: dict[str, Any], message: str
+) -> None:
+    with scripted_llm(schedule="priority") as llm:
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            llm.generate("abc", **options)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+        llm.engine.check_integrity()
+
+
+def test_prompts_of_wrong_kinds_are_refused_in_one_line() -> None:
+    with scripted_llm() as llm:
+        for prompt in (b"abc", bytearray(b"abc"), None, 5, {65}):
+            with pytest.raises(InvalidRequestError, match="a text or a list of token ids"):
+                llm.generate(prompt)  # type: ignore[call-overload]
+        for messages in (None, 5, "x", ["x"], [5], [[5]]):
+            with pytest.raises(InvalidRequestError, match="no conversation"):
+                llm.chat(messages)  # type: ignore[call-overload]
+
+
+def test_a_cache_without_positions_is_refused() -> None:
+    with pytest.raises(OutOfMemoryError, match="a cache of 0 positions"):
+        LLM(ScriptedModel(), tokenizer=ByteTokenizer(), cache_positions=0)

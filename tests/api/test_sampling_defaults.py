@@ -124,6 +124,8 @@ def test_another_file_replaces_that_of_the_model(folder: Path, tmp_path: Path) -
             assert llm.sampling_defaults == {"temperature": 0.3}
     with LLM("tiny-autoregressive", generation_config=folder) as llm:
         assert llm.sampling_defaults == OPTIONS
+    with pytest.raises(InvalidRequestError, match="generation_config is 5; it must be"):
+        LLM(folder, generation_config=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"no file .*nowhere.* auto or none"):
         LLM(folder, generation_config=tmp_path / "nowhere")
 

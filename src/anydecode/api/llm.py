@@ -42,6 +42,7 @@ from anydecode.api.options import (
     GenerateOptions,
     Messages,
     Prompt,
+    check_kinds,
     check_names,
     check_positional,
     sampling_parameters,
@@ -285,7 +286,9 @@ class LLM:
         format = self._cache
         if name != TARGET and format not in getattr(model, "cache_formats", ()):
             format = None
-        positions = self._positions or _default_positions(model, format, self._cache_bytes)
+        positions = self._positions
+        if positions is None:
+            positions = _default_positions(model, format, self._cache_bytes)
         pool = KVPool(model, positions, format)
         runner = ModelRunner(name, pool, schedule or DecodesFirst(self._row_budget))
         if runner.schedule.has_prompt_stream:
@@ -783,6 +786,7 @@ class LLM:
             InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
         """
         check_names(sampling)
+        check_kinds(sampler, priority, namespace, first_finish, prompt_embeds)
         given: dict[str, Any] = {**sampling}
         blocks = [prompt_embeds] if isinstance(prompt_embeds, PromptEmbeds) else prompt_embeds or []
         embeds = [one for one in blocks if not isinstance(one, Media)]
@@ -1006,7 +1010,7 @@ class LLM:
         self, messages: Messages | Seq[Messages], variables: Mapping[str, Any] | None
     ) -> list[int] | list[list[int]]:
         """The prompt of a conversation, or those of a batch of them."""
-        if isinstance(messages, (str, Mapping)):
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
             raise _no_conversation(messages)
         conversations: Any = list(messages)
         if not conversations or isinstance(conversations[0], Mapping):
@@ -1015,8 +1019,8 @@ class LLM:
 
     def _render_chat(self, messages: Messages, variables: Mapping[str, Any] | None) -> list[int]:
         self.resources.check_generates()
-        rendered: list[Any] = list(messages)
-        if any(isinstance(one, str) for one in rendered):
+        rendered: list[Any] = list(messages) if isinstance(messages, Iterable) else [messages]
+        if not all(isinstance(one, Mapping) for one in rendered):
             raise _no_conversation(messages)
         text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)

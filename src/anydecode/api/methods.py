@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anydecode import catalogue
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, quoted
 from anydecode.models.families.weights import DTYPES
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.preset import SamplerPreset
@@ -46,6 +46,11 @@ class Methods:
         """The method that `choice` names: a decoder, or a sampler or constraint, which mean
         autoregressive decoding with it."""
         if not isinstance(choice, str):
+            if not isinstance(choice, Decoder | SamplerPreset | Constraint):
+                raise InvalidRequestError(
+                    f"decoder is {quoted(choice)}; it must be a key of the catalogue, a Decoder, a"
+                    " SamplerPreset or a Constraint"
+                )
             return choice
         key = choice, namespace, catalogue.file_versions(choice)
         with self._lock:

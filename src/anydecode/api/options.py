@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -15,7 +16,7 @@ from anydecode.api.first_finish import FirstFinish
 from anydecode.api.segment_rollout import Segment
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
-from anydecode.errors import InvalidRequestError
+from anydecode.errors import InvalidRequestError, quoted
 from anydecode.sampling.constrained import ConstraintState
 from anydecode.sampling.options import SamplingOptions
 from anydecode.sampling.params import SamplingParams
@@ -105,6 +106,38 @@ def check_names(sampling: Iterable[str]) -> None:
             raise InvalidRequestError(f"no option is called {name}{hint}")
 
 
+def check_kinds(
+    sampler: object,
+    priority: object,
+    namespace: object,
+    first_finish: object,
+    prompt_embeds: object,
+) -> None:
+    """Raise `InvalidRequestError` unless these options are of the kinds of `GenerateOptions`."""
+    if not isinstance(sampler, str | SamplerPreset | Seq):
+        raise InvalidRequestError(
+            f"sampler is {quoted(sampler)}; it must be a key of the catalogue, a SamplerPreset or a"
+            " list of these"
+        )
+    # A schedule compares priorities, also with those of other requests.
+    if not isinstance(priority, Real) or priority != priority:
+        raise InvalidRequestError(f"priority must be a number, not {quoted(priority)}")
+    if not isinstance(namespace, Hashable):
+        raise InvalidRequestError(
+            f"namespace is {quoted(namespace)}; it must be hashable, such as a text or a number"
+        )
+    if not isinstance(first_finish, int | FirstFinish | None) or isinstance(first_finish, bool):
+        raise InvalidRequestError(
+            f"first_finish is {quoted(first_finish)}; it must be a number of samples or a"
+            " FirstFinish"
+        )
+    blocks = prompt_embeds if isinstance(prompt_embeds, Seq) else [prompt_embeds]
+    if not all(one is None or isinstance(one, PromptEmbeds | Media) for one in blocks):
+        raise InvalidRequestError(
+            f"prompt_embeds is {quoted(prompt_embeds)}; it must be a PromptEmbeds or a list of them"
+        )
+
+
 def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
     """The prompts in `prompt`, and whether it is a list of prompts rather than one.
 
@@ -113,9 +146,9 @@ def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], False
-    if not isinstance(prompt, Seq | np.ndarray):
+    if not isinstance(prompt, Seq | np.ndarray) or isinstance(prompt, bytes | bytearray):
         raise InvalidRequestError(
-            f"the prompt is {prompt!r}; a prompt must be a text or a list of token ids"
+            f"the prompt is {quoted(prompt)}; a prompt must be a text or a list of token ids"
         )
     tokens = [part for part in prompt if isinstance(part, int | np.integer)]
     others: list[Any] = [part for part in prompt if not isinstance(part, int | np.integer)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError, quoted
 from anydecode.models.files import read_json
 from anydecode.sampling.params import MIN_TEMPERATURE, TRUNCATIONS, SamplingParams
 
@@ -36,7 +36,11 @@ def sampling_defaults(model: Any, source: str | Path | None) -> dict[str, float]
     if source == AUTO:
         config = getattr(model, "generation_config", None) or {}
         return _options(config, f"the generation settings of {model.name}")
-    assert source is not None
+    if not isinstance(source, str | Path):
+        raise InvalidRequestError(
+            f"generation_config is {quoted(source)}; it must be {AUTO}, {NONE}, or a folder with a"
+            f" {FILE_NAME}"
+        )
     path = Path(source)
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():

@@ -13,6 +13,7 @@ from anydecode.models import chat
 from anydecode.models.files import read_json, read_text
 from anydecode.models.limits import MAX_SIZE, MAX_TOKENS
 from anydecode.models.qwen2_tokenizer import token_text
+from anydecode.models.tokenizer import is_unicode
 
 #: The vocabulary in a folder: lines with an id, a Python literal and its number of bytes.
 _VOCABULARY = "rwkv_vocab_*.txt"
@@ -287,11 +288,6 @@ def _literal(text: str) -> bytes | None:
         return None
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which JSON can write."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _check_tokens(tokens: Mapping[int, bytes], source: str) -> None:
     if not tokens:
         raise CheckpointError(f"{source}: the vocabulary is empty")
@@ -318,7 +314,7 @@ def _added_tokens(
     for index, entry in entries.items():
         text = token_text(entry)
         has_id = _ID.fullmatch(str(index)) is not None and int(index) < MAX_TOKENS
-        if text is None or not _is_unicode(text) or not has_id:
+        if text is None or not is_unicode(text) or not has_id:
             raise CheckpointError(
                 f"{folder}: the added token {str(index)[:20]!r} has no valid text, or no valid id"
             )

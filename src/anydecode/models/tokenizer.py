@@ -44,6 +44,11 @@ TOOL_TAGS = frozenset(
 MESSAGE_TAGS = {"<|channel|>": ("<|end|>",)}
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON can write."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def end_tokens(config: Mapping[str, Any]) -> list[int]:
     """The tokens at which a `config.json` or `generation_config.json` says that a text ends.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from anydecode.errors import InvalidRequestError
+from anydecode.models.tokenizer import is_unicode
 from anydecode.sampling.autodeco import AutoDeco, Heads
 from anydecode.sampling.banned_words import BannedWords, BannedWordTable
 from anydecode.sampling.bias import LogitBias, MinimumLength, NoRepeatNgram
@@ -333,8 +334,11 @@ class SamplingParams:
         if self.guidance_scale != 1 and self.dola_layers:
             yield "guidance_scale and dola_layers cannot be combined"
         for name in ("stop", "banned_strings"):
-            if not all(getattr(self, name)):
+            texts = getattr(self, name)
+            if not all(texts):
                 yield f"{name} must be a list of strings that are not empty"
+            if not all(map(is_unicode, texts)):
+                yield f"{name} contains half of a surrogate pair and is not valid Unicode"
         if self.banned_strings_ignore_case and not self.banned_strings:
             yield "banned_strings_ignore_case is set, but banned_strings is not"
         for token, value in self.logit_bias.items():

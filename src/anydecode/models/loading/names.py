@@ -9,7 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from anydecode.errors import CheckpointError, ModelNotFoundError
+from anydecode.errors import CheckpointError, ModelNotFoundError, one_line
 from anydecode.folders import default_cache
 from anydecode.models.files import read_json
 
@@ -158,8 +158,8 @@ def unknown_model_error(name: str) -> ModelNotFoundError:
         else f"known names are {', '.join([*SHIPPED, *PACKAGED])}."
     )
     return ModelNotFoundError(
-        f"no model is called {name!r}; {hint} A Hugging Face repo id (owner/name), a folder or a "
-        ".gguf file is allowed, too"
+        f"no model is called {one_line(repr(name))}; {hint} A Hugging Face repo id (owner/name), a"
+        " folder or a .gguf file is allowed, too"
     )
 
 
