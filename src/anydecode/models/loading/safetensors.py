@@ -154,7 +154,8 @@ def open_tensors(path: Path) -> LazyTensors:
     Raises:
         CheckpointError: As in `load_folder`.
     """
-    return LazyTensors(path, _open_files(_files(path)))
+    files = _files(path, {})  # its model, such as one of images, may be none that generates
+    return LazyTensors(path, _open_files(files))
 
 
 def _with_head(config: dict[str, Any]) -> dict[str, Any]:
