@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Barrier, Thread
-from time import sleep
+from time import process_time, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from anydecode.certification.checks import scripted_llm
 from anydecode.engine import costs
 from anydecode.kernels.interface import OutputSpec
+from anydecode.models.opening import open_model
 from anydecode.models.scripted import ScriptedModel
 from anydecode.scoring.cost import CostTable, default_table
 
@@ -202,3 +203,21 @@ def test_a_pass_corrects_the_costs_if_the_table_describes_it(
         model.on_pass(plan, 0.5)
         assert model.host_seconds(6) == pytest.approx(3 * 0.05 * (2 * expected - 0.5) / 2)
     assert found > expected if counts else found == expected
+
+
+def test_the_time_of_the_kernels_threads_is_counted() -> None:
+    """What passes take on two threads, of which the caller is one: the processor time of a process
+    that does nothing else."""
+    model: Any = open_model("tiny-autoregressive", threads=2)[0]
+    cache = model.new_cache(64)
+
+    def run_passes(count: int) -> None:
+        for _ in range(count):
+            costs.time_pass(model, cache, 16, 32, lambda model: 0.0, 16)
+
+    run_passes(4)  # starts the threads
+    busy, process = costs.busy_seconds(model), process_time()
+    while process_time() < process + 0.5:
+        run_passes(50)
+    process = process_time() - process
+    assert 2 * (costs.busy_seconds(model) - busy) == pytest.approx(process, rel=0.2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from time import perf_counter, process_time, sleep
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -232,12 +232,12 @@ def _seconds_besides(llm: LLM, costs: CostTable, num: int) -> float:
         llm.engine.submit(job)
     times = []
     while not all(job.done for job in jobs):
-        start = process_time()
+        start = busy_seconds(llm.model)
         llm.engine.step()
-        times.append(process_time() - start)
+        times.append(busy_seconds(llm.model) - start)
     executor = getattr(llm.model, "executor", None)
     threads = getattr(executor, "threads", 1)
-    return median(times[-32:]) - threads * costs.seconds(num, length + 16)
+    return threads * (median(times[-32:]) - costs.seconds(num, length + 16))
 
 
 def _encode_seconds(encoder: PatchEncoder) -> float:

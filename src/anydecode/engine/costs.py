@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -322,7 +322,9 @@ def time_pass(
 
 
 def busy_seconds(model: Any) -> float:
-    """CPU seconds per thread if `model` has its own threads, which excludes time in which other
-    processes use the cores; else wall-clock seconds."""
-    threads = getattr(getattr(model, "executor", None), "threads", None)
-    return process_time() / threads if threads else perf_counter()
+    """Processor time per thread in seconds if `model` has its own threads, which excludes time in
+    which other processes use the cores; else the time."""
+    executor = getattr(model, "executor", None)
+    if executor is None or not hasattr(executor, "processor_seconds"):
+        return perf_counter()
+    return float(executor.processor_seconds() / executor.threads)

@@ -242,6 +242,7 @@ _SIGNATURES = {
     "unpack_row": (None, [pointer, c_int, pointer]),
     "run": (c_int, [pointer, c_int]),
     "read": (c_uint64, [pointer, c_int64, c_int]),
+    "processor_seconds": (c_double, []),
     "argmax": (c_int32, [pointer, c_int64]),
     "top_k": (None, [pointer, c_int64, c_int64, c_int, pointer, pointer]),
     "logsumexp": (c_double, [pointer, c_int64]),

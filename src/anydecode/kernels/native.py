@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import process_time
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -697,6 +698,12 @@ class NativeExecutor:
         if count not in views:
             views[count] = self._buffers.out[:count]
         return views[count]
+
+    def processor_seconds(self) -> float:
+        """The processor time that the calling thread and the threads of the kernels have used, in
+        seconds."""
+        seconds: float = self._library.processor_seconds()
+        return seconds if seconds >= 0 else process_time()
 
     def beside(self, team: int) -> NativeExecutor | None:
         """An executor over the same weights and adapters, or None if there is only one thread.

@@ -312,6 +312,8 @@ EXPORT uint64_t anydecode_read(const uint64_t *words, int64_t count, int threads
   return total;
 }
 
+EXPORT double anydecode_processor_seconds(void) { return pool_processor_seconds(); }
+
 EXPORT int32_t anydecode_argmax(const float *logits, int64_t n) {
   return chosen->argmax(logits, n);
 }

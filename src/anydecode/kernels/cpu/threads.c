@@ -6,6 +6,7 @@
 
 #include <stdatomic.h>
 #include <string.h>
+#include <time.h>
 
 #ifdef _WIN32
 #include <windows.h>
@@ -52,8 +53,11 @@ typedef struct {
   Job job;
   Lock callers, sleeping;
   Sleepers idle, stalled;
-  int started;
+  atomic_int started;
   uint64_t ticket_at_start[MAX_THREADS];
+#ifndef _WIN32
+  pthread_t workers[MAX_THREADS]; /* they never end */
+#endif
 } Team;
 
 #define NEW_TEAM                            \
@@ -206,14 +210,14 @@ static void *start(void *label) {
 }
 
 static int start_worker(Team *team, int thread) {
-  pthread_t id;
-  return pthread_create(&id, NULL, start, label_of(team, thread)) == 0 && pthread_detach(id) == 0;
+  pthread_t *id = &team->workers[thread];
+  return pthread_create(id, NULL, start, label_of(team, thread)) == 0 && pthread_detach(*id) == 0;
 }
 
 /* In the child of a fork only the forking thread exists. */
 static void reset_after_fork(void) {
   for (Team *team = teams; team < teams + NUM_TEAMS; team++) {
-    team->started = 0;
+    atomic_store(&team->started, 0);
     atomic_store(&team->inside, 0);
     atomic_store(&team->idle.count, 0);
     atomic_store(&team->stalled.count, 0);
@@ -285,3 +289,22 @@ void pool_run(const Job *job, int threads, int number) {
   }
   unlock(&team->callers);
 }
+
+#ifdef __linux__
+/* The processor time of a thread in seconds; 0 where the system does not tell it. */
+static double thread_seconds(pthread_t thread) {
+  clockid_t clock;
+  struct timespec time;
+  if (pthread_getcpuclockid(thread, &clock) || clock_gettime(clock, &time)) return 0;
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+double pool_processor_seconds(void) {
+  double seconds = 0;
+  for (Team *team = teams; team < teams + NUM_TEAMS; team++)
+    for (int i = 1; i <= atomic_load(&team->started); i++) seconds += thread_seconds(team->workers[i]);
+  return seconds + thread_seconds(pthread_self());
+}
+#else
+double pool_processor_seconds(void) { return -1; }
+#endif

@@ -26,4 +26,10 @@ enum { NUM_TEAMS = 2 };
  * fork the child starts threads of its own. */
 void pool_run(const Job *job, int threads, int number);
 
+/* The processor time that the caller and the threads of all teams have used, in seconds; negative
+ * where the system does not tell it by thread. Linux's clock of a process counts what its other
+ * running threads have used up to the last tick of the timer only, which may be longer ago than a
+ * pass takes. */
+double pool_processor_seconds(void);
+
 #endif
