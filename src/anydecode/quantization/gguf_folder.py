@@ -19,6 +19,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families.advice import listed
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.experts import read_experts
+from anydecode.models.families.recurrent import decay_of, multiplier
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import layer_config
 from anydecode.models.families.weights import TensorReader
@@ -28,10 +29,7 @@ from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import SAMPLING
 from anydecode.models.loading.gguf_names import (
     INTERLEAVED,
-    VECTORS,
     has_one_added,
-    layer_names,
-    outer_names,
 )
 from anydecode.models.loading.gguf_rope import stored_order
 from anydecode.models.loading.lazy import Reader
@@ -39,16 +37,31 @@ from anydecode.models.loading.quantized import settings_of
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.quantization.gguf import entry, is_written
 from anydecode.quantization.gguf_forms import (
+    architecture_of,
     architectures,
     differences,
     metadata_of,
     rope_tensors,
 )
+from anydecode.quantization.gguf_rearranged import (
+    CHANGED,
+    OUTER_FACTORS,
+    rearranged,
+    rows_of,
+    shaped,
+    times,
+)
+from anydecode.quantization.gguf_targets import layer_target, outer_target, usual_name
 from anydecode.quantization.gguf_vocabulary import vocabulary
 
-_EXPERT = re.compile(r"\.experts(\.|$)")
+_EXPERT = re.compile(
+    r"(^|\.)experts(\.|$)|block_sparse_moe\.(in|out)put_linear"
+    r"|\.(e_score_correction_bias|expert_bias)$"
+)
 #: Buffers that old checkpoints hold beside weights.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+#: What predicts further tokens, outside the layers.
+_FURTHER = ("mtp.",)
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _KINDS = ("gate", "up", "down")
 
@@ -84,8 +97,9 @@ class FolderFile(GGUFFile):
                 f"{self.path}: models of type {model_type!r} are not written to GGUF files;"
                 f" {listed(model_type, sorted(known))}"
             )
-        self._architecture = known[model_type]
+        self._architecture = architecture_of(model_type, self._spec)
         self._family = FAMILIES[model_type]
+        self._embedding = self._family.names.get("embed_tokens", "embed_tokens")
         self._last_experts: tuple[int, ExpertWeights] | None = None
         self._readers: dict[str, Reader] = {}
         self._add_tensors()
@@ -140,7 +154,9 @@ class FolderFile(GGUFFile):
     def _check(self) -> None:
         """Raise CheckpointError if the metadata describe another model than the config."""
         other = spec_from_config(open_gguf(self).config)
-        found = next(differences(self._spec, other), None)
+        changes = CHANGED.get(self._architecture, {})
+        own = spec_from_config({**self._config, **changes}) if changes else self._spec
+        found = next(differences(own, other), None)
         if found is not None:
             raise CheckpointError(
                 f"{self.path}: GGUF files of {self._architecture} have no form for this model's"
@@ -168,9 +184,7 @@ class FolderFile(GGUFFile):
         }
         layers: dict[int, dict[str, Reader]] = {i: {} for i in range(len(self._spec.layers))}
         tensors = self._checkpoint.tensors
-        names = {own: usual for usual, own in self._family.names.items()}
-        start = next((x for x in tensors if x.endswith("embed_tokens.weight")), "model.embed")
-        prefix = start[: start.index("embed")]
+        prefix = self._prefix()
         num_further = self._config.get("num_nextn_predict_layers") or 0
         is_tied = bool(self._config.get("tie_word_embeddings"))
         for full in tensors:
@@ -180,19 +194,22 @@ class FolderFile(GGUFFile):
                 continue
             if match is not None and len(layers) <= int(match[1]) < len(layers) + num_further:
                 continue  # llama.cpp needs no layers that predict further tokens
+            if full.startswith(_FURTHER):
+                continue
             if match is None:
-                target = self._outer(name)
-                outer[target] = self._reader(full, target, None)
-            elif not _EXPERT.search(match[2]):
-                module, _, leaf = match[2].rpartition(".")
-                layer = int(match[1])
-                target = self._in_layer(names.get(module, module), leaf, full)
-                target = f"blk.{layer}.{target}"
-                if layer not in layers:
+                target = outer_target(self._architecture, self._family, name)
+                if target is None:
                     raise self._without_form(full)
-                layers[layer][target] = self._reader(full, target, layer)
+                outer[target] = self._outer_reader(full, target)
+            elif int(match[1]) not in layers:
+                raise self._without_form(full)
+            elif not _EXPERT.search(match[2]):
+                layers[int(match[1])] |= self._layer_readers(int(match[1]), match[2], full)
         if not is_tied and "output.weight" not in outer:
             raise CheckpointError(f"{self.path}: tensor lm_head.weight is missing")
+        if is_tied and self._architecture in OUTER_FACTORS:  # which are not the same
+            embedding = f"{prefix}{self._embedding}.weight"
+            outer["output.weight"] = self._outer_reader(embedding, "output.weight")
         for layer, found in layers.items():
             if self._spec.layers[layer].num_experts:
                 found |= self._expert_readers(layer)
@@ -200,62 +217,70 @@ class FolderFile(GGUFFile):
         for layer in sorted(layers):
             self._readers |= layers[layer]
 
+    def _prefix(self) -> str:
+        """What the names of tensors begin with."""
+        end = f"{self._embedding}.weight"
+        name = next((x for x in self._checkpoint.tensors if x.endswith(end)), f"model.{end}")
+        return name.removesuffix(end)
+
     def _without_form(self, name: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path}: GGUF files of {self._architecture} have no tensor for {name!r}"
         )
 
-    def _outer(self, name: str) -> str:
-        """The name of a tensor outside the layers."""
-        module, _, leaf = name.rpartition(".")
-        for target, usual in outer_names(self._architecture).items():
-            part = usual.removeprefix("model.")
-            if module == self._family.names.get(part, part):
-                return f"{target}.{leaf}"
-        raise self._without_form(name)
+    def _outer_reader(self, full: str, target: str) -> Reader:
+        """A tensor outside the layers, as a file stores it."""
+        reader: Reader = partial(self._plain, full)
+        key = OUTER_FACTORS.get(self._architecture, {}).get(target.removesuffix(".weight"))
+        if key is not None:
+            reader = partial(times, reader, multiplier(self._config, key))
+        return partial(self._stored, reader, target, None)
 
-    def _in_layer(self, module: str, leaf: str, full: str) -> str:
-        """The name, in its block, of a tensor of a layer."""
-        for target, usual in VECTORS.items():
-            if usual == f"{module}.{leaf}":
-                return target
-        # The last name is the architecture's own.
-        targets = [x for x, usual in layer_names(self._architecture).items() if usual == module]
-        if not targets:
-            raise self._without_form(full)
-        return f"{targets[-1]}.{leaf}"
+    def _layer_readers(self, layer: int, name: str, full: str) -> dict[str, Reader]:
+        """The tensors of a file that one of a layer becomes; `full` is its whole name."""
+        architecture, spec = self._architecture, self._spec.layers[layer]
+        reader, usual = partial(self._plain, full), usual_name(self._family, name)
+        found: dict[str, Reader] = {}
+        for part, reads in rearranged(architecture, spec, self._config, usual, reader).items():
+            target = layer_target(architecture, self._family, part)
+            if target is None:
+                raise self._without_form(full)
+            target = f"blk.{layer}.{target}"
+            found[target] = partial(self._stored, reads, target, layer)
+        return found
 
-    def _reader(self, full: str, target: str, layer: int | None) -> Reader:
-        """A reader of a tensor as a file stores it."""
-        order = None
+    def _plain(self, full: str) -> np.ndarray | Weight:
+        return _plain(self._checkpoint.tensors[full])
+
+    def _stored(self, reader: Reader, target: str, layer: int | None) -> np.ndarray | Weight:
+        """A tensor as a file stores it."""
         kind = target.split(".")[-2]
         if self._architecture in INTERLEAVED and kind in ("attn_q", "attn_k") and layer is not None:
             shape = self._spec.layers[layer].attention
             assert shape is not None, "it has queries or keys"
             heads = shape.num_heads if kind == "attn_q" else shape.num_kv_heads
-            order = stored_order(heads * shape.head_dim, heads)
-        added = has_one_added(self._architecture, target, self._family.has_final_offset)
-        return partial(self._read, full, target, order, added)
-
-    def _read(
-        self, full: str, target: str, order: np.ndarray | None, has_one: bool
-    ) -> np.ndarray | Weight:
-        tensor = _plain(self._checkpoint.tensors[full])
-        if order is not None:
-            if isinstance(tensor, Weight):
-                tensor = replace(tensor, data=tensor.data[order])
-            else:
-                tensor = tensor[order]
-        shape = (0, 0) if isinstance(tensor, Weight) else tensor.shape
-        if is_written(target, shape):
+            tensor = rows_of(reader, stored_order(heads * shape.head_dim, heads))
+        else:
+            tensor = reader()
+        shape_of = (0, 0) if isinstance(tensor, Weight) else tensor.shape
+        if is_written(target, shape_of):
             return tensor
         values = dequantize(tensor) if isinstance(tensor, Weight) else tensor.astype(np.float32)
-        values = values.ravel() if len(values) == 1 else values  # of a gate
-        return values + np.float32(1) if has_one else values
+        if has_one_added(self._architecture, target, self._family.has_final_offset):
+            values = values + np.float32(1)
+        if target.endswith(".ssm_a"):
+            values = decay_of(values)
+        if layer is not None:
+            values = shaped(self._spec.layers[layer], target, values)
+        return values
 
     def _expert_readers(self, layer: int) -> Iterator[tuple[str, Reader]]:
         experts = self._experts(layer)
+        if experts.selection_bias is not None:
+            yield f"blk.{layer}.exp_probs_b.bias", partial(np.copy, experts.selection_bias)
         for kind in _KINDS:
+            if not getattr(experts, kind):
+                continue
             name = f"blk.{layer}.ffn_{kind}_exps"
             yield f"{name}.weight", partial(self._expert_stack, layer, kind)
             if getattr(experts, f"{kind}_bias") is not None:
@@ -280,7 +305,7 @@ class FolderFile(GGUFFile):
         """The experts of a layer. Those of one layer are kept, for its next matrices."""
         if self._last_experts is None or self._last_experts[0] != layer:
             self._last_experts = None
-            reader = TensorReader(self._checkpoint, None)
+            reader = TensorReader(self._checkpoint, None, self._embedding)
             shape = self._spec.layers[layer].num_experts, self._spec.hidden_size
             config = layer_config(self._config, layer)
             found = read_experts(reader, config, self._family, f"layers.{layer}", shape)

@@ -5,7 +5,7 @@ describe with that of the config (`differences`)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,14 +17,15 @@ from anydecode.models.families.rope import rope_type
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_drafters import KEYS, ROPE_FREQS
-from anydecode.models.loading.gguf_experts import SIGMOID
+from anydecode.models.loading.gguf_experts import SIGMOID, SOFTMAX
 from anydecode.models.loading.gguf_keys import ARCHITECTURES
 from anydecode.models.spec import LayerSpec, ModelSpec
-from anydecode.quantization.gguf import Value
-
-Metadata = dict[str, Value]
-#: The keys of an architecture, without its name, from the architecture and the config of a model.
-Form = Callable[[ModelSpec, Config], Metadata]
+from anydecode.quantization.gguf_recurrent_forms import (
+    RECURRENT_FORMS,
+    Form,
+    Metadata,
+    granite_factors,
+)
 
 _EMBEDDING_TOLERANCE = 5e-3  # of a factor that is rounded to bfloat16
 _TOLERANCE = 1e-5
@@ -92,18 +93,7 @@ def _gpt_oss(spec: ModelSpec, config: Config) -> Metadata:
 
 
 def _granite(spec: ModelSpec, config: Config) -> Metadata:
-    names = (
-        "attention_multiplier",
-        "embedding_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-    )
-    keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
-    return {
-        key: float(config[name])
-        for key, name in zip(keys, names, strict=True)
-        if config.get(name) is not None
-    }
+    return granite_factors(config)
 
 
 def _cohere(spec: ModelSpec, config: Config) -> Metadata:
@@ -142,6 +132,38 @@ def _beside_shared(spec: ModelSpec, config: Config) -> Metadata:
     }
 
 
+def _deepseek(spec: ModelSpec, config: Config) -> Metadata:
+    """DeepSeek-V2, V3 and Kimi K2. The attention is that of one head of keys: latents."""
+    found = _latent(spec, config)
+    if any(layer.num_experts for layer in spec.layers):
+        found |= _beside_shared(spec, config)
+        scoring = "sigmoid" if config["model_type"] != "deepseek_v2" else "softmax"
+        found["expert_gating_func"] = SIGMOID if scoring == "sigmoid" else SOFTMAX
+        found["expert_group_count"] = int(config.get("n_group") or 1)
+        found["expert_group_used_count"] = int(config.get("topk_group") or 1)
+    return found
+
+
+def _latent(spec: ModelSpec, config: Config) -> Metadata:
+    """The sizes of latent attention."""
+    attention, latent = _first(spec).attention, _first(spec).latent
+    assert attention is not None and latent is not None
+    rotary = attention.head_dim - attention.value_dim
+    found: Metadata = {
+        "attention.kv_lora_rank": attention.value_dim,
+        "attention.value_length": attention.value_dim,
+        "attention.key_length_mla": latent.key_dim + rotary,
+        "attention.value_length_mla": latent.value_dim,
+        "rope.dimension_count": rotary,
+    }
+    if config.get("q_lora_rank") is not None:
+        found["attention.q_lora_rank"] = int(config["q_lora_rank"])
+    multiplier = rope_parameters(config, FULL).get("mscale_all_dim")
+    if multiplier:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * float(multiplier)
+    return found
+
+
 #: The architectures that can be written.
 FORMS: dict[str, Form] = {
     **dict.fromkeys(
@@ -164,11 +186,22 @@ FORMS: dict[str, Form] = {
     "stablelm": _stablelm,
     "mistral3": _ministral3,
     **dict.fromkeys(("glm4moe", "dots1"), _beside_shared),
+    "deepseek2": _deepseek,
+    **RECURRENT_FORMS,
 }
 #: Families whose files have the architecture of another one.
-_OTHERS = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+_OTHERS = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "deepseek_v3": "deepseek2",
+    "kimi_k2": "deepseek2",
+    "falcon_mamba": "mamba",
+}
+#: Architectures of models with experts, by those without.
+_WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe"}
 #: Architectures whose experts have the size of `feed_forward_length`.
-_WITHOUT_SIZE = ("llama", "olmoe")
+_WITHOUT_SIZE = ("llama", "olmoe", "granitehybrid")
 
 
 def architectures() -> dict[str, str]:
@@ -180,6 +213,13 @@ def architectures() -> dict[str, str]:
     return first | _OTHERS
 
 
+def architecture_of(model_type: str, spec: ModelSpec) -> str:
+    """The architecture of the file of a model, whose `model_type` is one of `architectures`."""
+    name = architectures()[model_type]
+    has_experts = any(layer.num_experts for layer in spec.layers)
+    return _WITH_EXPERTS.get(name, name) if has_experts else name
+
+
 def metadata_of(architecture: str, spec: ModelSpec, config: Config) -> Metadata:
     """The metadata of a model, with whole keys.
 
@@ -188,33 +228,37 @@ def metadata_of(architecture: str, spec: ModelSpec, config: Config) -> Metadata:
         spec: Its architecture.
         config: Its config, as `text_config` returns it.
     """
-    layer = _first(spec)
-    attention, norm = layer.attention, spec.norm
-    assert attention is not None
     values: dict[str, Any] = {
         "hidden_size": spec.hidden_size,
         "intermediate_size": config.get("intermediate_size"),
         "num_hidden_layers": len(spec.layers),
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
         "max_position_embeddings": config["max_position_embeddings"],
-        "rms_norm_eps": spec.norm_eps if norm == "rms" else None,
+        "rms_norm_eps": spec.norm_eps if spec.norm == "rms" else None,
     }
+    layer = next((layer for layer in spec.layers if layer.attention is not None), None)
+    if layer is not None and layer.attention is not None:
+        attention = layer.attention
+        values |= {
+            "num_attention_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_kv_heads,
+            "head_dim": attention.head_dim,
+        }
     own: Metadata = {KEYS[name]: value for name, value in values.items() if value is not None}
     own["vocab_size"] = spec.vocab_size
-    own["attention.value_length"] = attention.head_dim
-    if norm == "layer":
+    if layer is not None:
+        own["attention.value_length"] = own["attention.key_length"]
+        own |= _rope(layer, config)
+    if spec.norm == "layer":
         own["attention.layer_norm_epsilon"] = spec.norm_eps
-    own |= _rope(layer, config)
     own |= _experts(architecture, spec, config)
     own |= FORMS[architecture](spec, config)
     return {f"{architecture}.{key}": value for key, value in own.items()}
 
 
 def _experts(architecture: str, spec: ModelSpec, config: Config) -> Metadata:
-    moe, layer = FAMILIES[config["model_type"]].moe, spec.layers[-1]
-    if moe is None or layer.routing is None:
+    moe = FAMILIES[config["model_type"]].moe
+    layer = next((layer for layer in spec.layers if layer.routing is not None), None)
+    if moe is None or layer is None or layer.routing is None:
         return {}
     found: Metadata = {
         "expert_count": layer.num_experts,
@@ -259,9 +303,10 @@ def _rope(layer: LayerSpec, config: Config) -> Metadata:
 def rope_tensors(spec: ModelSpec, config: Config) -> dict[str, np.ndarray]:
     """The divisors of rotary frequencies, float32 `[rotary_dim / 2]`, by the names of their
     tensors; none if the metadata say them all."""
-    rope, parameters = _first(spec).rope, rope_parameters(config, FULL)
+    rope = next((layer.rope for layer in spec.layers if layer.rope is not None), None)
     if rope is None:
         return {}
+    parameters = rope_parameters(config, FULL)
     if rope_type(parameters) == "longrope":
         return {
             f"rope_factors_{kind}.weight": np.array(parameters[f"{kind}_factor"], np.float32)

@@ -18,7 +18,8 @@ from anydecode.models.limits import number
 from anydecode.models.linear import Linear
 from anydecode.models.network import ExpertNorms, Experts, GatedMlp, PlainMlp, RmsNorm
 
-_ROUTERS = (
+#: Names of routers.
+ROUTERS = (
     "mlp.gate",
     "mlp.gate.wg",
     "mlp.router.gate",
@@ -61,7 +62,7 @@ def read_experts(
         return read_blocks(reader, config, layer, shape)
     if family.moe.has_router_states:
         return _experts_of_states(reader, config, family.moe, layer, shape)
-    router = reader.first(f"{layer}.{name}" for name in _ROUTERS)
+    router = reader.first(f"{layer}.{name}" for name in ROUTERS)
     # A router is small, and quantising it would change which experts are selected.
     weight = reader.matrix(router, shape, keep_format=True)
     has_bias = family.moe.has_biases

@@ -64,7 +64,12 @@ def decay(reader: TensorReader, name: str, shape: tuple[int, ...]) -> np.ndarray
     """The decay, which is stored as its logarithm, or (GGUF) as it is."""
     if reader.has(f"{name}.A"):
         return reader.tensor(f"{name}.A", shape)
-    rates: np.ndarray = -portable.exp(reader.tensor(f"{name}.A_log", shape))
+    return decay_of(reader.tensor(f"{name}.A_log", shape))
+
+
+def decay_of(logarithms: np.ndarray) -> np.ndarray:
+    """The decay from the logarithms of its size, float32."""
+    rates: np.ndarray = -portable.exp(logarithms)
     return rates.astype(np.float32)
 
 
@@ -202,6 +207,14 @@ def selective_shape(config: Config, inner: int) -> Recurrence:
     )
 
 
+def step_rank(config: Config) -> int:
+    """The inner size of the product that gives the steps of Mamba."""
+    rank = -(-int_value(config, "hidden_size") // 16)
+    if config.get("time_step_rank") == "auto":
+        return rank
+    return int_value(config, "time_step_rank", rank)
+
+
 def _read_selective(
     reader: TensorReader, config: Config, layer: str, spec: RecurrentSpec, hidden: int
 ) -> RecurrentWeights:
@@ -228,9 +241,7 @@ def read_selective(
         step_bias=reader.vector(f"{name}.dt_proj.bias", inner),
         skip=reader.vector(f"{name}.D", inner),
     )
-    rank = -(-hidden // 16)
-    if config.get("time_step_rank") != "auto":
-        rank = int_value(config, "time_step_rank", rank)
+    rank = step_rank(config)
 
     # These matrices are small, and many ranks do not divide into blocks: they keep their format.
     # Adapters cannot target either; of `dt_proj`, transformers reads the weight alone.
@@ -383,18 +394,25 @@ def _read_delta(
     return RecurrentWeights(inputs, gate, output, vectors, Linear(gates), norm=norm)
 
 
+def interleaved_rows(shape: Recurrence) -> tuple[np.ndarray, ...]:
+    """The rows of queries, keys, values and gates in the matrix of Qwen3-Next that has, per key
+    head, those of one query, one key, and the values and gates of its heads."""
+    size, values = shape.state_size, shape.width_out // shape.num_groups
+    part = np.arange(shape.num_groups * 2 * (size + values)).reshape(shape.num_groups, -1)
+    parts = np.split(part, [size, 2 * size, 2 * size + values], 1)
+    return tuple(rows.ravel() for rows in parts)
+
+
 def _interleaved_inputs(
     reader: TensorReader, name: str, shape: Recurrence, hidden: int
 ) -> tuple[Linear, Linear]:
-    """The inputs and the gate of Qwen3-Next: per key head a query, a key, values and gates."""
-    size, values = shape.state_size, shape.width_out // shape.num_groups
-    part = np.arange(shape.num_groups * 2 * (size + values)).reshape(shape.num_groups, -1)
-    query, key, value, gate = np.split(part, [size, 2 * size, 2 * size + values], 1)
-    rows = np.concatenate([x.ravel() for x in (value, key, query)])
-    full = f"{name}.in_proj_qkvz"
+    """The inputs and the gate of Qwen3-Next."""
+    query, key, value, gate = interleaved_rows(shape)
+    rows = np.concatenate([value, key, query])
+    full, size = f"{name}.in_proj_qkvz", (len(rows) + len(gate), hidden)
     inputs, gates = (
-        reader.linear(full, (part.size, hidden), False, rows=order, alias=f"{full}.{alias}")
-        for order, alias in ((rows, "inputs"), (gate.ravel(), "gate"))
+        reader.linear(full, size, False, rows=order, alias=f"{full}.{alias}")
+        for order, alias in ((rows, "inputs"), (gate, "gate"))
     )
     return inputs, gates
 

@@ -13,7 +13,7 @@ from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.gguf_rope import longrope, partial_rotary, windows
 
 #: The values of `expert_gating_func`; 0 is none.
-_SOFTMAX, SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
+SOFTMAX, SIGMOID, _SQRT_SOFTPLUS = 1, 2, 4
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _KV_HEADS, _DIVISORS = "num_key_value_heads", ("short_factor", "long_factor")
 #: DeepSeek: the number of experts and whether their scores are sigmoids -> the number of groups and
@@ -352,7 +352,7 @@ def smallthinker(keys: Keys, config: dict[str, Any]) -> None:
     """SmallThinker. With windows, the first of every four layers has none, and no positions."""
     experts(keys, config)
     config["moe_intermediate_size"] = keys.count("expert_feed_forward_length")
-    is_softmax = keys.get("expert_gating_func", _SOFTMAX) == _SOFTMAX
+    is_softmax = keys.get("expert_gating_func", SOFTMAX) == SOFTMAX
     config["moe_primary_router_apply_softmax"] = is_softmax
     has_windows = keys.get("attention.sliding_window", 0) != 0
     if has_windows:
@@ -468,7 +468,7 @@ def deepseek(keys: Keys, config: dict[str, Any]) -> None:
     file = keys.file
     _latent(keys, config)
     gating = keys.get("expert_gating_func", 0)
-    if gating not in (0, _SOFTMAX, SIGMOID):
+    if gating not in (0, SOFTMAX, SIGMOID):
         raise refusal(f"{file.path}: metadata deepseek2.expert_gating_func", gating, "1 or 2")
     # Only V3 has selection biases; its first files lack the key.
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)

@@ -21,6 +21,7 @@ OWN_OUTER = {
         ),
         {"token_embd_norm": "model.embed_norm", "token_types": "model.embed_segments"},
     ),
+    **dict.fromkeys(("lfm2", "lfm2moe"), {"token_embd_norm": "model.norm"}),
     "kimi-k3": {"output_res_score": "model.output_attn_res_score"},
     "qwen4exp": {
         "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
