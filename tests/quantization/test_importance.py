@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from anydecode.cli.main import app
 from anydecode.errors import CheckpointError, InvalidRequestError
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.quantization.gguf import FORMATS, quantize_file
 from anydecode.quantization.importance import (
     ImportanceMatrix,
@@ -145,7 +146,7 @@ def test_the_measured_squares_are_those_of_the_inputs(source: Path) -> None:
     assert checkpoint.tokenizer is not None
     text = "abcdefg" * 40
     tokens = checkpoint.tokenizer.encode(text)
-    matrix = measure_importance(checkpoint, [text], "a.txt")
+    matrix = measure_importance(checkpoint, GGUFFile(source), [text], "a.txt")
     assert set(matrix.sums) == {
         f"blk.{layer}.{part}.weight"
         for layer in range(2)

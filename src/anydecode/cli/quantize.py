@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from anydecode.cli.output import print_json
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import usable_cores
 from anydecode.progress import note, progress
+
+if TYPE_CHECKING:
+    from anydecode.models.checkpoint import Checkpoint
+    from anydecode.models.loading.gguf_file import GGUFFile
 
 _PROMPT = "The capital of France is"
 _CHECK_TOKENS = 16
@@ -81,6 +85,7 @@ def quantize(
     """
     from anydecode.api.llm import LLM
     from anydecode.models.loading import load_checkpoint
+    from anydecode.models.loading.gguf_file import GGUFFile
     from anydecode.quantization import encoders, ptq161
     from anydecode.quantization.gguf import quantize_file, reads_importance
     from anydecode.quantization.gguf_folder import FolderFile
@@ -103,14 +108,11 @@ def quantize(
             f"an importance matrix changes nothing in {format.lower()}; it does in {names} and"
             " mixtures of them"
         )
-    if is_folder and (is_calibrated or calibrate is not None):
-        raise InvalidRequestError(
-            f"{source}: is a folder; calibration reads GGUF files: write one with --format bf16"
-            " first"
-        )
+    file = FolderFile(checkpoint) if is_folder else GGUFFile(source)
+    opened = file.opened if isinstance(file, FolderFile) else checkpoint
     importance: dict[str, Any] = {}
     if is_weighed:
-        importance = _importance(source, imatrix, calibrate, save_imatrix)
+        importance = _importance(opened, file, imatrix, calibrate, save_imatrix)
     with progress("the new file", unit="count" if is_calibrated else "bytes") as bar:
         common: dict[str, Any] = {
             "overwrite": force,
@@ -119,13 +121,12 @@ def quantize(
         }
         if is_calibrated:
             texts = ptq161.calibration_texts(calibrate)
-            summary = ptq161.quantize_gguf(source, out, texts, **training, **common)
+            summary = ptq161.quantize_gguf(file, out, texts, **training, **common)
         else:
             common |= {"importance": importance, "keep_packed": is_folder}
-            file = FolderFile(checkpoint) if is_folder else source
             summary = quantize_file(file, out, format, **common)
-            if isinstance(file, FolderFile) and file.method is not None:
-                note(_requantised(file.method, file.packed, summary.formats))
+        if isinstance(file, FolderFile) and file.method is not None:
+            note(_requantised(file.method, file.packed, summary.formats))
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:
@@ -154,10 +155,13 @@ def _requantised(method: str, packed: dict[str, int], written: dict[str, int]) -
 
 
 def _importance(
-    source: Path, imatrix: Path | None, calibrate: Path | None, save: Path | None
+    checkpoint: Checkpoint,
+    file: GGUFFile,
+    imatrix: Path | None,
+    calibrate: Path | None,
+    save: Path | None,
 ) -> dict[str, Any]:
     """The importance of the inputs of a model's matrices, read or measured."""
-    from anydecode.models.loading import load_checkpoint
     from anydecode.quantization.importance import measure_importance, read_importance
     from anydecode.quantization.ptq161 import calibration_texts
 
@@ -166,7 +170,7 @@ def _importance(
     assert calibrate is not None, "one of the two is given"
     note("measuring the importance of inputs")
     texts = calibration_texts(calibrate)
-    measured = measure_importance(load_checkpoint(str(source)), texts, calibrate.name)
+    measured = measure_importance(checkpoint, file, texts, calibrate.name)
     if save is not None:
         measured.write(save)
     return measured.importance()

@@ -34,6 +34,7 @@ from anydecode.models.loading.gguf_names import (
 from anydecode.models.loading.gguf_rope import stored_order
 from anydecode.models.loading.lazy import Reader
 from anydecode.models.loading.quantized import settings_of
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.quantization.gguf import entry, is_written
 from anydecode.quantization.gguf_forms import (
@@ -46,13 +47,16 @@ from anydecode.quantization.gguf_forms import (
 from anydecode.quantization.gguf_rearranged import (
     CHANGED,
     OUTER_FACTORS,
+    below,
+    joined,
     rearranged,
     rows_of,
     shaped,
+    stacked,
     times,
 )
-from anydecode.quantization.gguf_targets import layer_target, outer_target, usual_name
-from anydecode.quantization.gguf_vocabulary import vocabulary
+from anydecode.quantization.gguf_targets import layer_target, outer_target, stack_target, usual_name
+from anydecode.quantization.gguf_vocabulary import rwkv_vocabulary, vocabulary
 
 _EXPERT = re.compile(
     r"(^|\.)experts(\.|$)|block_sparse_moe\.(in|out)put_linear"
@@ -74,6 +78,7 @@ class FolderFile(GGUFFile):
 
     Attributes:
         packed: The number of packed tensors by their format in the repository.
+        opened: The model as it is read from the new file.
         method: The method by which the repository is quantised; None: it is not.
 
     Raises:
@@ -128,16 +133,20 @@ class FolderFile(GGUFFile):
         return replace(tensor, out_features=rows, data=data)
 
     def _metadata(self) -> dict[str, Any]:
-        tokenizer = self._checkpoint.tokenizer
-        if not isinstance(tokenizer, HFTokenizer):
-            raise CheckpointError(f"{self.path}: there is no tokenizer that a GGUF file can hold")
+        tokenizer, path = self._checkpoint.tokenizer, str(self.path)
         rows = self.tensors["token_embd.weight"].shape[0]
+        if isinstance(tokenizer, RwkvTokenizer):
+            tokens = rwkv_vocabulary(tokenizer, rows, path)
+        elif isinstance(tokenizer, HFTokenizer):
+            tokens = vocabulary(tokenizer, rows, path)
+        else:
+            raise CheckpointError(f"{self.path}: there is no tokenizer that a GGUF file can hold")
         return {
             "general.architecture": self._architecture,
             "general.type": "model",
             "general.name": self._checkpoint.name,
             **metadata_of(self._architecture, self._spec, self._config),
-            **vocabulary(tokenizer, rows, str(self.path)),
+            **tokens,
             **self._sampling(),
         }
 
@@ -153,7 +162,8 @@ class FolderFile(GGUFFile):
 
     def _check(self) -> None:
         """Raise CheckpointError if the metadata describe another model than the config."""
-        other = spec_from_config(open_gguf(self).config)
+        self.opened = open_gguf(self)
+        other = spec_from_config(self.opened.config)
         changes = CHANGED.get(self._architecture, {})
         own = spec_from_config({**self._config, **changes}) if changes else self._spec
         found = next(differences(own, other), None)
@@ -182,6 +192,7 @@ class FolderFile(GGUFFile):
             name: partial(np.copy, tensor)
             for name, tensor in rope_tensors(self._spec, self._config).items()
         }
+        stacks: dict[str, dict[int, Reader]] = {}
         layers: dict[int, dict[str, Reader]] = {i: {} for i in range(len(self._spec.layers))}
         tensors = self._checkpoint.tensors
         prefix = self._prefix()
@@ -196,11 +207,14 @@ class FolderFile(GGUFFile):
                 continue  # llama.cpp needs no layers that predict further tokens
             if full.startswith(_FURTHER):
                 continue
-            if match is None:
-                target = outer_target(self._architecture, self._family, name)
-                if target is None:
-                    raise self._without_form(full)
+            stack = stack_target(self._architecture, name)
+            target = outer_target(self._architecture, self._family, name)
+            if stack is not None:
+                stacks.setdefault(stack[0], {})[stack[1]] = partial(self._plain, full)
+            elif target is not None:
                 outer[target] = self._outer_reader(full, target)
+            elif match is None:
+                raise self._without_form(full)
             elif int(match[1]) not in layers:
                 raise self._without_form(full)
             elif not _EXPERT.search(match[2]):
@@ -210,12 +224,14 @@ class FolderFile(GGUFFile):
         if is_tied and self._architecture in OUTER_FACTORS:  # which are not the same
             embedding = f"{prefix}{self._embedding}.weight"
             outer["output.weight"] = self._outer_reader(embedding, "output.weight")
-        for layer, found in layers.items():
-            if self._spec.layers[layer].num_experts:
-                found |= self._expert_readers(layer)
+        for stack_name, parts in stacks.items():
+            reader = partial(stacked, [parts[index] for index in sorted(parts)])
+            outer[stack_name] = partial(self._stored, reader, stack_name, None)
         self._readers = dict(outer)
-        for layer in sorted(layers):
-            self._readers |= layers[layer]
+        for layer, readers in layers.items():
+            if self._spec.layers[layer].num_experts:
+                readers |= self._expert_readers(layer)
+            self._readers |= joined(self._architecture, f"blk.{layer}.", readers)
 
     def _prefix(self) -> str:
         """What the names of tensors begin with."""
@@ -288,15 +304,11 @@ class FolderFile(GGUFFile):
 
     def _expert_stack(self, layer: int, kind: str) -> np.ndarray | Weight:
         """The matrices of one kind of all experts, one below the other."""
-        parts = [_plain(one) for one in getattr(self._experts(layer), kind)]
-        first = parts[0]
-        if isinstance(first, Weight):
-            same = [x for x in parts if isinstance(x, Weight) and x.format == first.format]
-            if len(same) == len(parts):
-                data = np.concatenate([one.data for one in same])
-                return replace(first, data=data, out_features=len(data))
-            parts = [dequantize(x) if isinstance(x, Weight) else x for x in parts]
-        return np.stack([part for part in parts if isinstance(part, np.ndarray)])
+        matrices = getattr(self._experts(layer), kind)
+        tensor = below([partial(_plain, one) for one in matrices])
+        if isinstance(tensor, Weight):
+            return tensor
+        return tensor.reshape(len(matrices), -1, tensor.shape[-1])
 
     def _expert_biases(self, layer: int, kind: str) -> np.ndarray:
         return np.stack(getattr(self._experts(layer), f"{kind}_bias"))

@@ -15,7 +15,7 @@ from anydecode.models.families.config import rope_parameters, shared_size
 from anydecode.models.families.patterns import FULL, SLIDING
 from anydecode.models.families.rope import rope_type
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import Config
+from anydecode.models.families.values import Config, layer_config
 from anydecode.models.loading.gguf_drafters import KEYS, ROPE_FREQS
 from anydecode.models.loading.gguf_experts import SIGMOID, SOFTMAX
 from anydecode.models.loading.gguf_keys import ARCHITECTURES
@@ -29,10 +29,16 @@ from anydecode.quantization.gguf_recurrent_forms import (
 
 _EMBEDDING_TOLERANCE = 5e-3  # of a factor that is rounded to bfloat16
 _TOLERANCE = 1e-5
+#: The divisor of a rotary frequency of 0, and what is no frequency.
+_NO_ROTATION, _SMALLEST = 1e30, 1e-25
 
 
 def _first(spec: ModelSpec) -> LayerSpec:
     return next(layer for layer in spec.layers if layer.attention is not None)
+
+
+def _has_window(layer: LayerSpec) -> bool:
+    return layer.attention is not None and layer.attention.window is not None
 
 
 def _window(spec: ModelSpec) -> int | None:
@@ -50,7 +56,7 @@ def _windows(spec: ModelSpec, config: Config) -> Metadata:
     window = _window(spec)
     if window is None:
         return {}
-    flags = [x.attention is not None and x.attention.window is not None for x in spec.layers]
+    flags = [_has_window(layer) for layer in spec.layers]
     return {"attention.sliding_window": window, "attention.sliding_window_pattern": flags}
 
 
@@ -107,7 +113,57 @@ def _olmo(spec: ModelSpec, config: Config) -> Metadata:
     return {} if limit is None else {"attention.clamp_kqv": float(limit)}
 
 
-def _stablelm(spec: ModelSpec, config: Config) -> Metadata:
+def _mpt(spec: ModelSpec, config: Config) -> Metadata:
+    return {
+        **_olmo(spec, config),
+        "attention.max_alibi_bias": float(config.get("alibi_bias_max", 8.0)),
+    }
+
+
+def _layer_sizes(spec: ModelSpec, config: Config) -> Metadata:
+    """The sizes in which layers of Gemma 3n and 4 differ, and the layers that share keys and
+    values."""
+    count = len(spec.layers)
+    found: Metadata = {
+        **_windows(spec, config),
+        "feed_forward_length": [layer_config(config, i)["intermediate_size"] for i in range(count)],
+        "attention.shared_kv_layers": sum(x.cache_layer is not None for x in spec.layers),
+        "embedding_length_per_layer_input": spec.per_layer_size,
+        "rope.freq_base_swa": float(rope_parameters(config, SLIDING)["rope_theta"]),
+    }
+    if spec.logit_softcap is not None:
+        found["final_logit_softcapping"] = spec.logit_softcap
+    return found
+
+
+def _gemma3n(spec: ModelSpec, config: Config) -> Metadata:
+    cutoffs = [layer.gate_cutoff for layer in spec.layers]
+    return {
+        **_layer_sizes(spec, config),
+        "altup.active_idx": spec.active_stream,
+        "altup.num_inputs": spec.num_streams,
+        "activation_sparsity_scale": [-math.inf if x is None else float(x) for x in cutoffs],
+    }
+
+
+def _gemma4(spec: ModelSpec, config: Config) -> Metadata:
+    """Layers with a window have heads of another size."""
+    shapes = [layer.attention for layer in spec.layers if layer.attention is not None]
+    full, sliding = (
+        next((x.head_dim for x in shapes if (x.window is None) == is_full), shapes[0].head_dim)
+        for is_full in (True, False)
+    )
+    return {
+        **_layer_sizes(spec, config),
+        "attention.head_count_kv": [x.num_kv_heads for x in shapes],
+        **dict.fromkeys(("attention.key_length", "attention.value_length"), full),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), sliding),
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": sliding,
+    }
+
+
+def _parallel(spec: ModelSpec, config: Config) -> Metadata:
     return {"use_parallel_residual": spec.layers[0].is_parallel}
 
 
@@ -169,6 +225,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(
         (
             *("llama", "smollm3", "qwen2", "qwen3", "qwen3moe", "qwen2moe", "olmoe", "gemma"),
+            *("gpt2", "starcoder", "falcon", "bloom"),
             *("seed_oss", "starcoder2", "arcee", "glm4", "chatglm", "ernie4_5", "nemotron", "phi2"),
         ),
         _none,
@@ -183,10 +240,13 @@ FORMS: dict[str, Form] = {
     "command-r": _cohere,
     "cohere2": _cohere,
     "olmo": _olmo,
-    "stablelm": _stablelm,
+    **dict.fromkeys(("stablelm", "gptneox"), _parallel),
     "mistral3": _ministral3,
     **dict.fromkeys(("glm4moe", "dots1"), _beside_shared),
     "deepseek2": _deepseek,
+    "mpt": _mpt,
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     **RECURRENT_FORMS,
 }
 #: Families whose files have the architecture of another one.
@@ -303,7 +363,8 @@ def _rope(layer: LayerSpec, config: Config) -> Metadata:
 def rope_tensors(spec: ModelSpec, config: Config) -> dict[str, np.ndarray]:
     """The divisors of rotary frequencies, float32 `[rotary_dim / 2]`, by the names of their
     tensors; none if the metadata say them all."""
-    rope = next((layer.rope for layer in spec.layers if layer.rope is not None), None)
+    layers = sorted(spec.layers, key=_has_window)  # that with full attention first
+    rope = next((layer.rope for layer in layers if layer.rope is not None), None)
     if rope is None:
         return {}
     parameters = rope_parameters(config, FULL)
@@ -312,11 +373,14 @@ def rope_tensors(spec: ModelSpec, config: Config) -> dict[str, np.ndarray]:
             f"rope_factors_{kind}.weight": np.array(parameters[f"{kind}_factor"], np.float32)
             for kind in ("long", "short")
         }
-    if rope_type(parameters) != "llama3":
+    if rope_type(parameters) not in ("llama3", "proportional"):
         return {}
     size = 2 * rope.frequencies.size
     plain = parameters["rope_theta"] ** -(np.arange(0, size, 2) / size)
-    return {ROPE_FREQS: (plain / rope.frequencies).astype(np.float32)}
+    rotates = rope.frequencies > 0
+    divisors = np.full(len(plain), _NO_ROTATION)
+    divisors[rotates] = plain[rotates] / rope.frequencies[rotates]
+    return {ROPE_FREQS: divisors.astype(np.float32)}
 
 
 def differences(own: Any, other: Any, name: str = "") -> Iterator[str]:
@@ -336,7 +400,7 @@ def differences(own: Any, other: Any, name: str = "") -> Iterator[str]:
 
 def _is_equal(own: Any, other: Any, name: str) -> bool:
     if isinstance(own, np.ndarray) and isinstance(other, np.ndarray):
-        return own.shape == other.shape and np.allclose(own, other, _TOLERANCE, 0.0)
+        return own.shape == other.shape and np.allclose(own, other, _TOLERANCE, _SMALLEST)
     if type(own) is float and type(other) is float:
         tolerance = _EMBEDDING_TOLERANCE if name == "embedding_scale" else _TOLERANCE
         return math.isclose(own, other, rel_tol=tolerance)

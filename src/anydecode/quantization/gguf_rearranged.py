@@ -14,6 +14,7 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.families.recurrent import interleaved_rows, multiplier, multipliers
 from anydecode.models.families.values import Config
+from anydecode.models.loading.gguf_names import UNUSED_IN_FIRST, layer_names
 from anydecode.models.loading.lazy import Reader
 from anydecode.models.spec import LayerSpec
 
@@ -23,6 +24,9 @@ Rule = Callable[[LayerSpec, Config, str, Reader], dict[str, Reader]]
 
 #: The parts of a gated delta layer with one number or row per value head.
 _PER_HEAD = ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")
+
+#: The norms of a layer of Falcon.
+_NORMS = ("norm", "norm_2")
 
 
 def rows_of(reader: Reader, order: np.ndarray | slice) -> np.ndarray | Weight:
@@ -139,6 +143,15 @@ def _falcon_h1(layer: LayerSpec, config: Config, name: str, reader: Reader) -> d
     return {name: partial(times, reader, factor) if own.endswith("_proj") else reader}
 
 
+def _flat_bonus(layer: LayerSpec, config: Config, name: str, reader: Reader) -> dict[str, Reader]:
+    """RWKV-7: the bonuses of all heads are one vector."""
+    return {name: partial(_ravelled, reader) if name == "attn.r_k" else reader}
+
+
+def _ravelled(reader: Reader) -> np.ndarray:
+    return np.asarray(reader()).ravel()
+
+
 #: What an architecture has in another form.
 RULES: dict[str, Rule] = {
     "qwen3next": _separate_inputs,
@@ -146,6 +159,7 @@ RULES: dict[str, Rule] = {
     "deepseek2": _by_head,
     "granitehybrid": _granite_mlp,
     "falcon-h1": _falcon_h1,
+    "rwkv7": _flat_bonus,
 }
 #: The factors of tensors outside the layers, as keys of the config.
 OUTER_FACTORS = {
@@ -193,6 +207,8 @@ def shaped(layer: LayerSpec, target: str, values: np.ndarray) -> np.ndarray:
     """
     if len(values) == 1:  # a gate
         return values.ravel()
+    if target.endswith("time_mix_lerp_fused.weight"):
+        return values.reshape(len(values), 1, 1, -1)
     if "conv" in target and values.ndim == 3:  # that of each channel is of its own
         return values.reshape(len(values), -1)
     if layer.recurrence is not None and layer.recurrence.shape.rule == "ssd":
@@ -201,3 +217,50 @@ def shaped(layer: LayerSpec, target: str, values: np.ndarray) -> np.ndarray:
         if target.endswith(".ssm_norm.weight"):
             return values.reshape(layer.recurrence.shape.num_groups, -1)
     return values
+
+
+def joined(architecture: str, block: str, readers: dict[str, Reader]) -> dict[str, Reader]:
+    """The tensors of a block, of which files of `architecture` may have several as one.
+
+    Args:
+        architecture: The architecture of the file.
+        block: The beginning of the names of its tensors.
+        readers: The readers of the tensors by name.
+    """
+    found = dict(readers)
+    if layer_names(architecture).get("attn_qkv") == "self_attn.qkv_proj":
+        for leaf in ("weight", "bias"):
+            names = [f"{block}attn_{part}.{leaf}" for part in "qkv"]
+            if all(name in found for name in names):
+                parts = [found.pop(name) for name in names]
+                found[f"{block}attn_qkv.{leaf}"] = partial(below, parts)
+    if block == "blk.0.":  # whose values are not mixed: another product fills the place
+        for target in UNUSED_IN_FIRST.get(architecture, ()):
+            other = target.replace("time_mix_v", "time_mix_a")
+            found[f"{block}{target}.weight"] = found[f"{block}{other}.weight"]
+    if architecture == "falcon":
+        leaves = [x for x in ("weight", "bias") if f"{block}attn_norm.{x}" in found]
+        pairs = [[found[f"{block}attn_{x}.{leaf}"] for x in _NORMS] for leaf in leaves]
+        if all(np.array_equal(np.asarray(x()), np.asarray(y())) for x, y in pairs):
+            for leaf in leaves:  # the norm is that of both sublayers
+                del found[f"{block}attn_norm_2.{leaf}"]
+    return found
+
+
+def below(readers: list[Reader]) -> np.ndarray | Weight:
+    """Tensors one below the other. They stay packed if all have one format."""
+    parts = [reader() for reader in readers]
+    first = parts[0]
+    if isinstance(first, Weight):
+        same = [x for x in parts if isinstance(x, Weight) and x.format == first.format]
+        if len(same) == len(parts):
+            data = np.concatenate([one.data for one in same])
+            return replace(first, data=data, out_features=len(data))
+    values = [dequantize(part) if isinstance(part, Weight) else part for part in parts]
+    return np.concatenate(values)
+
+
+def stacked(readers: list[Reader]) -> np.ndarray:
+    """Matrices as one tensor `[matrices, rows, columns]`."""
+    parts = [reader() for reader in readers]
+    return np.stack([dequantize(part) if isinstance(part, Weight) else part for part in parts])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from anydecode.models.families.recurrent import step_rank
 from anydecode.models.families.values import Config
 from anydecode.models.loading.gguf_experts import SIGMOID
+from anydecode.models.loading.gguf_recurrent import RANKS
 from anydecode.models.spec import ModelSpec
 from anydecode.quantization.gguf import Value
 
@@ -142,12 +143,19 @@ def _nemotron_h(spec: ModelSpec, config: Config) -> Metadata:
     return found
 
 
+def _rwkv7(spec: ModelSpec, config: Config) -> Metadata:
+    """RWKV-7: the size of its heads and the ranks of its products."""
+    ranks = {f"attention.{key}": int(config[name]) for key, name in RANKS.items()}
+    return {"attention.head_count": 0, "wkv.head_size": int(config["head_dim"]), **ranks}
+
+
 RECURRENT_FORMS: dict[str, Form] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "mamba": _mamba,
     "mamba2": _mamba_2,
     "falcon-h1": _falcon_h1,
+    "rwkv7": _rwkv7,
     "granitehybrid": _granite_hybrid,
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _nemotron_h),
     "qwen3next": _gated_delta,

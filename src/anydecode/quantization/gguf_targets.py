@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 from anydecode.models.families.experts import ROUTERS
 from anydecode.models.families.family import Family
+from anydecode.models.families.rwkv import MIXES
 from anydecode.models.loading.gguf_names import (
     HEADS,
     OUTER,
     OWN_OUTER,
     OWN_VECTORS,
+    STACKS,
     VECTORS,
-    layer_names,
+    own_targets,
 )
 
+#: A share of the position before in the time mixing of RWKV-7.
+_MIX = re.compile(rf"layers\.(\d+)\.attn\.x_([{MIXES}])")
 #: Blocks of layers, and those that have their names in files.
 _BLOCKS = (("mixer.", "mamba."), ("mixer.", "mlp."))
 
@@ -21,7 +27,7 @@ def usual_name(family: Family, name: str) -> str:
     """The usual name of a tensor in its layer, which a family may have another one for."""
     module, _, leaf = name.rpartition(".")
     own = next((usual for usual, stored in family.names.items() if stored == module), module)
-    return f"{own}.{leaf}"
+    return f"{own}.{leaf}".lstrip(".")
 
 
 def outer_target(architecture: str, family: Family, name: str) -> str | None:
@@ -46,8 +52,7 @@ def layer_target(architecture: str, family: Family, name: str) -> str | None:
     have no such tensor."""
     vectors = {**VECTORS, **OWN_VECTORS.get(architecture, {})}
     vectors = {usual: target for target, usual in vectors.items()}
-    # Of several names, the last is the architecture's own.
-    modules = {usual: target for target, usual in layer_names(architecture).items()}
+    modules = own_targets(architecture)
     stacks = HEADS.get(architecture, {})
     modules |= {usual.removesuffix(".{}"): target for target, usual in stacks.items()}
     for block, usual in (("", ""), *_BLOCKS):
@@ -62,3 +67,17 @@ def layer_target(architecture: str, family: Family, name: str) -> str | None:
             return f"{modules[module]}.{leaf}"
     module, _, leaf = name.rpartition(".")
     return f"ffn_gate_inp.{leaf}" if module in ROUTERS else None
+
+
+def stack_target(architecture: str, name: str) -> tuple[str, int] | None:
+    """The tensor of a file of which a tensor is a part, and the number of the part; None: it is one
+    by itself. `name` is that of `outer_target`."""
+    match = _MIX.fullmatch(name)
+    if architecture == "rwkv7" and match is not None:
+        return f"blk.{match[1]}.time_mix_lerp_fused.weight", MIXES.index(match[2])
+    module, _, leaf = name.rpartition(".")
+    start, _, index = module.rpartition(".")
+    for target, usual in STACKS.items():
+        if f"model.{start}.{{}}" == usual and index.isdigit():
+            return f"{target}.{leaf}", int(index)
+    return None

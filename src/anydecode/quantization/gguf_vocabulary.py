@@ -27,6 +27,7 @@ from anydecode.models.gguf_tokenizer import (
     USER_DEFINED,
     make_pre_tokenizer,
 )
+from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.quantization.gguf import Value
 
@@ -96,15 +97,45 @@ def vocabulary(tokenizer: HFTokenizer, num_rows: int, source: str) -> dict[str, 
     return found
 
 
+def rwkv_vocabulary(tokenizer: RwkvTokenizer, num_rows: int, source: str) -> dict[str, Value]:
+    """The same of RWKV's tokenizer, which has no merges. Bytes of tokens are written as those of
+    literals of Python."""
+    if tokenizer.vocab_size > num_rows:
+        raise _too_many_tokens(tokenizer.vocab_size, num_rows, source)
+    tokens, types = [], []
+    for token in range(num_rows):
+        piece, is_special = tokenizer.token_bytes(token), tokenizer.is_special(token)
+        text = tokenizer.token_text(token) if is_special else repr(piece)[2:-1]
+        tokens.append(text or f"[PAD{token}]")
+        types.append(CONTROL if is_special else NORMAL if piece else UNUSED)
+    found: dict[str, Value] = {
+        "tokenizer.ggml.model": "rwkv",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+    }
+    ends = zip(("eos", "eot", "eom"), sorted(tokenizer.eos_ids), strict=False)
+    found |= {f"tokenizer.ggml.{name}_token_id": token for name, token in ends}
+    if tokenizer.bos_id is not None:
+        found["tokenizer.ggml.bos_token_id"] = tokenizer.bos_id
+    if tokenizer.chat_template is not None:
+        found["tokenizer.chat_template"] = tokenizer.chat_template
+    return found
+
+
+def _too_many_tokens(count: int, num_rows: int, source: str) -> CheckpointError:
+    """The error for a tokenizer with more tokens than the embedding has rows."""
+    return CheckpointError(
+        f"{source}: the tokenizer has {count} tokens, the embedding {num_rows} rows; a GGUF file"
+        " needs a row for every token"
+    )
+
+
 def _tokens(
     tokenizer: HFTokenizer, state: dict[str, Any], num_rows: int, source: str
 ) -> tuple[list[str], list[int]]:
     """The tokens and their types by id."""
     if tokenizer.vocab_size > num_rows:
-        raise CheckpointError(
-            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding {num_rows}"
-            " rows; a GGUF file needs a row for every token"
-        )
+        raise _too_many_tokens(tokenizer.vocab_size, num_rows, source)
     tokens = [f"[PAD{index}]" for index in range(num_rows)]
     types = [UNUSED] * num_rows
     model = state["model"]

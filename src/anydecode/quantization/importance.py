@@ -202,12 +202,13 @@ def _read_old(path: Path, data: bytes) -> ImportanceMatrix:
 
 
 def measure_importance(
-    checkpoint: Checkpoint, texts: Sequence[str], dataset: str = "texts"
+    checkpoint: Checkpoint, file: GGUFFile, texts: Sequence[str], dataset: str = "texts"
 ) -> ImportanceMatrix:
     """The importance matrix of a model in a GGUF file, from texts that it reads in float32.
 
     Args:
-        checkpoint: The opened file.
+        checkpoint: The model, opened from the file.
+        file: The file, or a folder that is read as one.
         texts: The texts, cut into windows of 128 tokens.
         dataset: The name of the texts.
 
@@ -228,7 +229,7 @@ def measure_importance(
     with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
         for window in windows:
             llm.generate(window.tolist(), max_tokens=1)
-    parts = matrix_parts(GGUFFile(checkpoint.path))
+    parts = matrix_parts(file)
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     for name, (squares, count) in backend.squares.items():

@@ -21,7 +21,7 @@ from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network
 from anydecode.models.interface import Model
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.loading.gguf import matrix_tensors
+from anydecode.models.loading.gguf import matrix_tensors, open_gguf
 from anydecode.models.loading.gguf_file import GGUFFile
 from anydecode.models.network import Experts, Network
 from anydecode.models.opening import WeightFormat, check_torch, open_checkpoint
@@ -141,7 +141,7 @@ def _check_layers(checkpoint: Checkpoint, network: Network) -> None:
 
 
 def quantize_gguf(
-    source: Path,
+    source: Path | GGUFFile,
     target: Path,
     texts: Sequence[str],
     *,
@@ -151,15 +151,15 @@ def quantize_gguf(
     threads: int = 1,
     progress: Progress = lambda done, total, name: None,
 ) -> Summary:
-    """Write the model of a GGUF file to another one in PTQ161. See `quantize_network` and
-    `quantize_file`; the embedding and the head are written in Q6_K, or in Q8_0 if their rows are no
-    multiple of 256."""
-    check_target(source, target, overwrite)
-    file = GGUFFile(source)
+    """Write the model of a GGUF file, or of a folder that is read as one, to another file in
+    PTQ161. See `quantize_network` and `quantize_file`; the embedding and the head are written in
+    Q6_K, or in Q8_0 if their rows are no multiple of 256."""
+    check_target(source.path if isinstance(source, GGUFFile) else source, target, overwrite)
+    file = source if isinstance(source, GGUFFile) else GGUFFile(source)
     check_source(file)
     names = matrix_tensors(file)
     quantized = quantize_network(
-        load_checkpoint(source),
+        open_gguf(file),
         texts,
         epochs,
         restore,
@@ -171,9 +171,7 @@ def quantize_gguf(
         data = np.empty_like(weight.data)
         data[order] = weight.data
         given[tensor] = replace(weight, data=data)
-    summary = quantize_file(
-        source, target, "Q6_K", overwrite=overwrite, threads=threads, given=given
-    )
+    summary = quantize_file(file, target, "Q6_K", overwrite=overwrite, threads=threads, given=given)
     return replace(summary, format=FORMAT)
 
 

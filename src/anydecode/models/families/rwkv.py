@@ -25,7 +25,7 @@ from anydecode.models.time_mix import LowRankProduct, TimeMixWeights
 #: The context length: the recurrence has none.
 _MAX_POSITIONS = 1 << 20
 #: The six mixtures, as checkpoints name them.
-_MIXES = "rwkvag"
+MIXES = "rwkvag"
 #: The low-rank products: module, key of the rank, activation, and whether there is a bias.
 _PRODUCTS = {
     "decay": ("w_lora", "decay_low_rank_dim", "tanh", True),
@@ -128,7 +128,7 @@ def _read(
         )
     has_gate = bool_value(config, "has_gate", True)
     return TimeMixWeights(
-        _mixes(reader, name, hidden, _MIXES if has_gate else _MIXES[:-1]),
+        _mixes(reader, name, hidden, MIXES if has_gate else MIXES[:-1]),
         square("r_proj"),
         square("k_proj"),
         square("v_proj"),

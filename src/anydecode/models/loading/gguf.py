@@ -226,12 +226,9 @@ def _convert(
     if has_one_added(architecture, info.name, has_final_offset):
         reader = partial(_minus_one, reader)
     found = [(name, info.shape, reader)]
-    if architecture == "falcon" and part in ("attn_norm", "attn_norm_2"):
-        # The second norm is the attention's, if there are two.
-        has_both = f"{module.removesuffix('_2')}_2.weight" in file.tensors
-        second = f"{prefix}post_attention_layernorm.{leaf}"
-        if part == "attn_norm":
-            found = [(second, info.shape, reader)] + ([] if has_both else found)
+    if architecture == "falcon" and part == "attn_norm":
+        if f"{module}_2.weight" not in file.tensors:  # else that is the attention's
+            found.append((f"{prefix}input_layernorm.{leaf}", info.shape, reader))
     return found
 
 

@@ -236,7 +236,11 @@ OVERRIDES = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "gpt2": {"attn_qkv": "self_attn.qkv_proj"},
     "gptneox": {"attn_qkv": "self_attn.qkv_proj"},
-    "falcon": {"attn_qkv": "self_attn.qkv_proj", "attn_norm_2": "input_layernorm"},
+    "falcon": {  # if there is one norm, it is that of both sublayers
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_norm": "post_attention_layernorm",
+        "attn_norm_2": "input_layernorm",
+    },
     "bloom": {"attn_qkv": "self_attn.qkv_proj"},
     "codeshell": {"attn_qkv": "self_attn.qkv_proj"},
     "starcoder": {"attn_qkv": "self_attn.qkv_proj"},
@@ -600,9 +604,15 @@ ONE_ADDED = (
 
 
 def layer_names(architecture: str) -> dict[str, str]:
-    """The usual names of the modules of a layer by their names in files of `architecture`. Where
-    several stand for one module, the last is the architecture's own."""
+    """The usual names of the modules of a layer by their names in files of `architecture`."""
     return {**LAYER, **OVERRIDES.get(architecture, {})}
+
+
+def own_targets(architecture: str) -> dict[str, str]:
+    """The names in files of `architecture` of the modules of a layer, by their usual names: the
+    architecture's own, if there are several."""
+    names = (LAYER, OVERRIDES.get(architecture, {}))
+    return {usual: target for found in names for target, usual in found.items()}
 
 
 def outer_names(architecture: str) -> dict[str, str]:

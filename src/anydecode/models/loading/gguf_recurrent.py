@@ -13,6 +13,13 @@ from anydecode.models.loading.gguf_rope import partial_rotary, windows
 
 #: RWKV: the epsilon of the norms of heads, which files do not store.
 _RWKV_NORM_EPS = 64e-5
+#: The ranks of the products of RWKV-7, and their keys in configs.
+RANKS = {
+    "decay_lora_rank": "decay_low_rank_dim",
+    "iclr_lora_rank": "a_low_rank_dim",
+    "value_residual_mix_lora_rank": "v_low_rank_dim",
+    "gate_lora_rank": "gate_low_rank_dim",
+}
 
 
 def lfm2(keys: Keys, config: dict[str, Any]) -> None:
@@ -72,12 +79,7 @@ def _time_mix(keys: Keys, config: dict[str, Any]) -> None:
     config["head_dim"] = keys.count("wkv.head_size")
     config["intermediate_size"] = keys.count("feed_forward_length")
     config["group_norm_eps"] = _RWKV_NORM_EPS
-    for key, name in (
-        ("decay_lora_rank", "decay_low_rank_dim"),
-        ("iclr_lora_rank", "a_low_rank_dim"),
-        ("value_residual_mix_lora_rank", "v_low_rank_dim"),
-        ("gate_lora_rank", "gate_low_rank_dim"),
-    ):
+    for key, name in RANKS.items():
         is_optional = "gate" in key and keys.architecture == "arwkv7"
         config[name] = keys.count(f"attention.{key}", low=0 if is_optional else 1)
 
