@@ -9,15 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anydecode.errors import InvalidRequestError
 from anydecode.plots import usable_file
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+def _usable_json(file: Path | None) -> Path | None:
+    """Refuses a file in a folder that does not exist before the work whose results it gets."""
+    if file is not None and not file.parent.is_dir():
+        raise InvalidRequestError(f"--json is {file}; the folder {file.parent} does not exist")
+    return file
+
+
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write all results to this file as JSON; - for stdout."
+        "--json",
+        metavar="FILE",
+        help="Write all results to this file as JSON; - for stdout.",
+        callback=_usable_json,
     ),
 ]
 PlotFile = Annotated[

@@ -34,8 +34,12 @@ class ResultsLog:
             first, *entries = [json.loads(line) for line in lines]
         except ValueError:
             raise self._format_error() from None
-        if first != json.loads(json.dumps(settings)):
-            raise InvalidRequestError(f"{file} has results of other settings: {lines[0]}")
+        given = json.loads(json.dumps(settings))
+        if first != given:
+            raise InvalidRequestError(
+                f"{file} has results of other settings: {_differences(first, given)}; give the"
+                " same, or another file"
+            )
         self.entries = entries
         if whole and whole != text:
             file.write_text(whole, "utf-8")
@@ -63,3 +67,12 @@ class ResultsLog:
 
     def _format_error(self) -> InvalidRequestError:
         return InvalidRequestError(f"{self.file} holds no results of this benchmark")
+
+
+def _differences(stored: Any, given: dict[str, Any]) -> str:
+    """The settings of a file that are not those given, such as "tokens is 8, not 9"."""
+    if not isinstance(stored, dict):
+        return json.dumps(stored)
+    names = [name for name in {**stored, **given} if stored.get(name) != given.get(name)]
+    pairs = [(name, json.dumps(stored.get(name)), json.dumps(given.get(name))) for name in names]
+    return ", ".join(f"{name} is {old}, not {new}" for name, old, new in pairs)

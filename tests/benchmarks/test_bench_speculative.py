@@ -19,13 +19,15 @@ from anydecode.benchmarks.speculative_answers import (
     MULTI_STEP,
     PLAIN,
     TimedAnswer,
+    digest,
     loops,
     memory,
 )
 from anydecode.benchmarks.speculative_report import draw, print_report
 from anydecode.benchmarks.speculative_summary import interval, summary
 from anydecode.certification import rounds
-from anydecode.errors import InvalidRequestError
+from anydecode.cli.main import run as main
+from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
 from anydecode.tasks.spec_bench import Question, questions
 
@@ -159,8 +161,13 @@ def test_invalid_data_is_a_one_line_error(tmp_path: Path) -> None:
     empty.touch()
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"question": 5}\n')
-    for folder in (tmp_path, tmp_path / "missing", empty, wrong):
-        with pytest.raises(InvalidRequestError) as error:
+    for folder, reason in (
+        (tmp_path, "a line has no 'question'"),
+        (tmp_path / "missing", "No such file or directory"),
+        (empty, "has no questions"),
+        (wrong, "a question must be text"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"{reason}$") as error:
             questions(folder, None)
         assert "\n" not in str(error.value)
 
@@ -240,6 +247,46 @@ def test_an_unknown_method_is_refused_before_anything_runs(monkeypatch: pytest.M
         bench.bench_speculative(None, methods="auto", temperatures="warm", draft=None)
 
 
+def test_a_model_without_a_chat_template_continues_the_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _questions(tmp_path)
+    file = tmp_path / "out.json"
+    bench.bench_speculative(
+        [tmp_path], "auto", "tiny-autoregressive", None, threads=1, tokens=4, limit=1,
+        temperatures="0", company="2", json_file=file,
+    )  # fmt: skip
+    report = json.loads(file.read_text())
+    assert all(one["same_text"] for one in report["runs"])
+    text = questions([tmp_path], 1, seed=0)[0].text
+    with LLM("tiny-autoregressive") as llm:
+        expected = digest(llm.generate(text, max_tokens=4, decoder=PLAIN).tokens)
+    assert report["runs"][0]["digest"] == expected
+    capsys.readouterr()
+
+
+def test_a_method_that_does_not_fit_is_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _questions(tmp_path)
+    for model, methods, message in (
+        ("tiny-autoregressive", "auto;medusa", "decoder 'medusa' needs a draft model"),
+        ("tiny-diffusion", "auto", "decoder 'autoregressive' needs a causal model"),
+    ):
+        with pytest.raises(UnsupportedCombinationError, match=message):
+            bench.bench_speculative([tmp_path], methods, model, None, temperatures="0")
+        assert "answers" not in capsys.readouterr().err
+
+
+def test_results_that_could_not_be_written_are_refused_before_anything_is_timed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "speculative", "--json", str(tmp_path / "none" / "out.json")])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"the folder {tmp_path}/none does not exist" in error
+
+
 def test_without_data_it_prints_where_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -274,16 +321,16 @@ class _RecordingLLM:
 
     def open(self, *arguments: object, **options: object) -> LLM:
         llm = rounds.scripted(rounds.wordy())
-        chat = llm.chat
+        generate = llm.generate
 
-        def recording(messages: Any, **options: Any) -> Any:
+        def recording(prompt: Any, **options: Any) -> Any:
             if len(self.asked) == self.stop_at:
                 raise KeyboardInterrupt
             if options.get("trace"):  # timed requests; those that measure memory have no trace
-                self.asked.append(messages[0]["content"])
-            return chat(messages, **options)
+                self.asked.append(llm.tokenizer.decode(prompt))
+            return generate(prompt, **options)
 
-        llm.chat = recording  # type: ignore[method-assign]
+        llm.generate = recording  # type: ignore[method-assign]
         return llm
 
 
@@ -327,7 +374,8 @@ def test_an_interrupted_run_resumes_to_the_same_table(
         out.write('[{"category": "qa", "prom')  # as after a kill during a write
     recording = _RecordingLLM(monkeypatch)
     assert _run_rows(tmp_path, keep) == whole
-    assert recording.asked == [text for text in (texts * 2)[1:] for _ in range(4)]
+    prompts = [f"user: {text}\nassistant: " for text in texts]
+    assert recording.asked == [prompt for prompt in (prompts * 2)[1:] for _ in range(4)]
     assert keep.read_text().startswith(held) and len(keep.read_text().splitlines()) == 1 + 2 * 3
     again = _RecordingLLM(monkeypatch)
     assert _run_rows(tmp_path, keep) == whole
@@ -415,7 +463,8 @@ def test_answers_of_other_settings_are_refused(
     keep = tmp_path / "answers.jsonl"
     _run_rows(tmp_path, keep)
     held = keep.read_text()
-    with pytest.raises(InvalidRequestError, match="other settings") as refusal:
+    match = "has results of other settings: tokens is 24, not 25; give the same, or another file"
+    with pytest.raises(InvalidRequestError, match=match) as refusal:
         _run_rows(tmp_path, keep, tokens=25)
     assert "\n" not in str(refusal.value) and keep.read_text() == held
     keep.write_text("something else\n")

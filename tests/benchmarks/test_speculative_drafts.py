@@ -50,7 +50,8 @@ def test_each_method_runs_with_the_draft_model_it_names() -> None:
         llms = {"": llm, "twin": twin}
         assert find_llm(llms, methods[0]) == (llm, DRAFTED)
         assert find_llm(llms, methods[2]) == (twin, f"{DRAFTED}:size=2")
-        assert find_llm(llms, f"{DRAFTED}@other") == (llm, f"{DRAFTED}@other")
+        with pytest.raises(InvalidRequestError, match="give it with --draft other=PATH"):
+            find_llm(llms, f"{DRAFTED}@other")
         answers = list(run(llms, asked, methods, [0.0], 24))
         groups = list(run_groups(llms, asked, methods, answers, [2], 24))
         peaks = memory(llms, asked[0], methods, 8)

@@ -22,6 +22,7 @@ from anydecode.decoders.decoder import Decoder
 from anydecode.results_log import ResultsLog
 from anydecode.scoring.cost import CostModel
 from anydecode.tasks.spec_bench import Question
+from anydecode.training.generated import rendered_prompt, rendered_text
 
 T = TypeVar("T")
 
@@ -221,8 +222,8 @@ def _run_methods(
         llm, key = find_llm(llms, method)
         llm.clear()
         decoder = warm_decoders[method] if is_warm else llm.decoder(key)
-        message = [{"role": "user", "content": question.text}]
-        answer = llm.chat(message, decoder=decoder, **options)
+        prompt = rendered_prompt(llm.tokenizer, question.text)
+        answer = llm.generate(prompt, decoder=decoder, **options)
         best = answers.get((method, is_warm), answer)
         answers[method, is_warm] = min(best, answer, key=decode_seconds)
         report_step(f"{method}, warm" if is_warm else method)
@@ -262,7 +263,7 @@ def _run_baseline(
         return None
     temperature = options["temperature"]
     response = worker.ask(
-        prompt=llm.tokenizer.render_chat([{"role": "user", "content": question.text}]),
+        prompt=rendered_text(llm.tokenizer, question.text),
         tokens=options["max_tokens"],
         temperature=temperature,
         ends=True,
@@ -321,7 +322,8 @@ def memory(
         llm, key = find_llm(llms, method)
         llm.clear()
         tracemalloc.start()
-        llm.chat([{"role": "user", "content": question.text}], decoder=key, max_tokens=tokens)
+        prompt = rendered_prompt(llm.tokenizer, question.text)
+        llm.generate(prompt, decoder=key, max_tokens=tokens)
         peaks[method] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return {method: max(0, peaks[method] - peaks[PLAIN]) for method in methods}

@@ -14,10 +14,12 @@ from typing import Annotated
 import typer
 
 from anydecode.api.llm import LLM
+from anydecode.api.methods import build_decoder
 from anydecode.benchmarks import baseline_worker, llama_server
 from anydecode.benchmarks.baselines import Worker, find_file, start_workers
 from anydecode.benchmarks.llama_server import LlamaServer
 from anydecode.benchmarks.speculative_answers import (
+    PLAIN,
     TimedAnswer,
     memory,
     num_answers_left,
@@ -31,7 +33,7 @@ from anydecode.benchmarks.speculative_company import (
     num_groups_left,
     run_groups,
 )
-from anydecode.benchmarks.speculative_drafts import find_llm, open_llms, parse_drafts
+from anydecode.benchmarks.speculative_drafts import find_llm, open_llms, parse_drafts, split_method
 from anydecode.benchmarks.speculative_summary import summary
 from anydecode.errors import InvalidRequestError
 from anydecode.machine import cpu_name, usable_cores
@@ -172,6 +174,8 @@ def bench_speculative(
         note(DATA_HINT)
     chosen, sizes = split_methods(methods), group_sizes(company)
     temperature_values, drafts = _temperatures(temperatures), parse_drafts(draft or ())
+    for method in chosen:
+        build_decoder(split_method(drafts, method)[1])
     question_list = questions(data or None, limit, skip, seed)
     names = _baseline_names(baselines)
     server_names = () if llama_program is None else llama_server.names(spec_types)
@@ -191,9 +195,9 @@ def bench_speculative(
     with ExitStack() as stack:
         open_llm = partial(LLM, drafting=drafting)
         llms = open_llms(open_llm, model, drafts, threads or None, stack)
-        for method in chosen:
+        for method in (PLAIN, *chosen):
             llm, key = find_llm(llms, method)
-            llm.decoder(key)
+            llm.resources.check_decoder(key, llm.decoder(key).requirements)
         workers: list[Worker | LlamaServer] = []
         if names or llama_program is not None:
             file, count = find_file(model), threads or usable_cores()
@@ -242,7 +246,8 @@ def bench_speculative(
                 groups.extend(timed_groups)
             extra_memory = memory(llms, question_list[0], chosen, tokens)
         except KeyboardInterrupt:
-            note("interrupted: the results cover the answers so far")
+            resumed = "" if keep is None else f"; the same command resumes the run from {keep}"
+            note(f"interrupted: the results cover the answers so far{resumed}")
             was_interrupted = True
     report = {
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},

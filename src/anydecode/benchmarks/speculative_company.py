@@ -30,6 +30,7 @@ from anydecode.errors import InvalidRequestError
 from anydecode.report import split_names
 from anydecode.results_log import ResultsLog
 from anydecode.tasks.spec_bench import Question
+from anydecode.training.generated import rendered_prompt
 
 #: Seed of the order in which prompts are put into groups.
 ORDER_SEED = 20
@@ -175,7 +176,8 @@ def _answer_in_turn(
     options: dict[str, Any],
 ) -> dict[str, tuple[int, float, int]]:
     """Tokens, seconds and number of expected texts of each method's fastest turn."""
-    prompts = [_prompt(llms[DEFAULT], question) for question in asked]
+    tokenizer = llms[DEFAULT].tokenizer
+    prompts = [rendered_prompt(tokenizer, question.text) for question in asked]
     fastest: dict[str, tuple[int, float, int]] = {}
     for method in turns:
         llm, key = find_llm(llms, method)
@@ -189,12 +191,6 @@ def _answer_in_turn(
         result = sum(len(answer.tokens) for answer in answers), seconds, num_same
         fastest[method] = min(fastest.get(method, result), result, key=lambda one: one[1])
     return fastest
-
-
-def _prompt(llm: LLM, question: Question) -> list[int]:
-    """The tokens of a question, as `LLM.chat` renders it."""
-    text = llm.tokenizer.render_chat([{"role": "user", "content": question.text}])
-    return llm.encode(text, special=False)
 
 
 def _single(answers: Sequence[TimedAnswer], methods: Sequence[str]) -> Iterator[TimedGroup]:

@@ -4,7 +4,7 @@ target, so that methods with different draft models take turns in one run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from anydecode.api.llm import LLM
@@ -54,8 +54,26 @@ def open_llms(
     return llms
 
 
-def find_llm(llms: Mapping[str, LLM], method: str) -> tuple[LLM, str]:
-    """The `LLM` that runs a method, and the method without the name of its draft model:
-    `METHOD@NAME` has the draft model NAME, other methods have the default one."""
+def split_method(names: Collection[str], method: str) -> tuple[str, str]:
+    """The name of a method's draft model, and the method without it: `METHOD@NAME` has the draft
+    model NAME, other methods have the default one.
+
+    Raises:
+        InvalidRequestError: No draft model has this name.
+    """
     key, at, name = method.rpartition("@")
-    return (llms[name], key) if at and name in llms else (llms[DEFAULT], method)
+    if at and name in names:
+        return name, key
+    if at and ":" not in key and _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"--methods has {method}, and no draft model is called {name}: give it with"
+            f" --draft {name}=PATH"
+        )
+    return DEFAULT, method
+
+
+def find_llm(llms: Mapping[str, LLM], method: str) -> tuple[LLM, str]:
+    """The `LLM` that runs a method, and the method without the name of its draft model; see
+    `split_method`."""
+    name, key = split_method(llms, method)
+    return llms[name], key

@@ -74,8 +74,11 @@ def _read(path: Path) -> list[Question]:
         lines = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
         result = [_question(line) for line in lines]
     except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, KeyError):
+            reason = f"a line has no {error}"
         raise InvalidRequestError(
-            f"{file} has no questions as Spec-Bench, GSM8K or HumanEval have them: {error}"
+            f"{file} has no questions as Spec-Bench, GSM8K or HumanEval have them: {reason}"
         ) from None
     if not result:
         raise InvalidRequestError(f"{file} has no questions")

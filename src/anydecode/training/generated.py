@@ -104,9 +104,15 @@ def generate_prompts(llm: LLM, count: int, seed: int, has_long: bool = False) ->
 
 def rendered_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a user turn, in the chat template if there is one."""
-    if tokenizer.chat_template is not None:
-        text = tokenizer.render_chat([{"role": "user", "content": text}])
-    return tokenizer.encode(text, special=tokenizer.chat_template is None)
+    rendered = rendered_text(tokenizer, text)
+    return tokenizer.encode(rendered, special=tokenizer.chat_template is None)
+
+
+def rendered_text(tokenizer: Tokenizer, text: str) -> str:
+    """A user turn in the chat template; without a template, the text as it is."""
+    if tokenizer.chat_template is None:
+        return text
+    return tokenizer.render_chat([{"role": "user", "content": text}])
 
 
 def run_requests(llm: LLM, requests: list[Any]) -> list[Any]:
