@@ -70,6 +70,12 @@ def table_console() -> Console:
     return console
 
 
+def with_error(figure: tuple[float, float]) -> str:
+    """A mean and its standard error."""
+    mean, error = figure
+    return f"{mean:.4f} ± {error:.4f}"
+
+
 def write_report(report: dict[str, Any], file: Path | None, show: Callable[[], None]) -> None:
     """Calls `show` to print the report, and writes it as JSON to `file` if given. If `file` is "-",
     only JSON is printed, to stdout."""

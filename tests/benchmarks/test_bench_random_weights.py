@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
-from anydecode.benchmarks import shapes
-from anydecode.benchmarks.divergence import divergences, loss
+from anydecode.benchmarks import shape_folders, shapes
+from anydecode.benchmarks.divergence import divergences, losses
 from anydecode.benchmarks.kernel_bench import fast_math_library
 from anydecode.benchmarks.passes import first_logits, sequence_rows
 from anydecode.cli.bench import run_bench
@@ -53,13 +53,21 @@ def test_weights_have_the_same_deviation_in_every_format(format: str) -> None:
     assert abs(values.mean()) < 0.003
 
 
-@pytest.mark.parametrize("format", shapes.FORMATS)
+@pytest.mark.parametrize("format", (*shapes.FORMATS, *shape_folders.FORMATS))
 def test_a_written_shape_opens_and_generates(format: str, tmp_path: Path) -> None:
     arguments = ["--folder", str(tmp_path), "--shape", "tiny", "--format", format]
     result = report("shapes", arguments, tmp_path / "shape.json")
     with LLM(result["path"]) as llm:
         assert llm.model.spec.num_layers == result["layers"] == 2
         assert llm.generate("a", max_tokens=3, ignore_eos=True).stats.num_tokens == 3
+
+
+@pytest.mark.parametrize("format", shape_folders.FORMATS)
+def test_modules_of_bitsandbytes_have_the_same_deviation(format: str) -> None:
+    stored = shape_folders.random_module(format, 64, 2048, np.random.default_rng(3))
+    codes = np.hstack([stored["weight"] >> 4, stored["weight"] & 15]).reshape(-1, 64)
+    values = stored["weight.quant_map"][codes] * stored["weight.absmax"][:, None]
+    assert values.std() == pytest.approx(0.02, rel=0.03) and abs(values.mean()) < 0.003
 
 
 def test_a_written_mixture_of_experts_opens_and_generates(tmp_path: Path) -> None:
@@ -153,10 +161,11 @@ def test_the_cost_of_equal_bits_is_timed(
 def test_divergence_is_zero_for_the_reference_and_small_for_the_kernels(
     model: Path, tmp_path: Path
 ) -> None:
-    arguments = ["--model", str(model), "--tokens", "24", "--window", "8", "--threads", "1"]
+    arguments = ["--models", str(model), "--tokens", "24", "--window", "8", "--threads", "1"]
     result = report("divergence", arguments, tmp_path / "divergence.json")
-    [own] = result["engines"].values()
-    assert result["tokens"] == 24 and 0 <= own["mean"] < 1e-3
+    [file] = result["models"]
+    [own] = file["engines"].values()
+    assert file["tokens"] == 24 and 0 <= own["mean"] < 1e-3
     rows = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     assert divergences(rows, rows + 2).tolist() == pytest.approx([0, 0, 0], abs=1e-6)
     assert (divergences(rows, rows[:, ::-1]) > 0.01).all()
@@ -169,31 +178,38 @@ def test_formats_of_weights_and_caches_are_compared_with_another_file(tmp_path: 
     shapes.write(source, shapes.SHAPES["tiny"], "Q8_0")
     quantize_file(source, coarse, "q4_0")
     common = ["--tokens", "24", "--window", "8", "--threads", "1", "--reference", str(source)]
-    means = {}
-    for path in (source, coarse):
-        arguments = ["--model", str(path), *common, "--caches", "float32,int4"]
-        result = report("divergence", arguments, tmp_path / "divergence.json")
-        assert result["reference"] == "source.gguf" and result["model"] == path.name
-        assert [name.rpartition(", ")[2] for name in result["engines"]] == [
+    arguments = ["--models", f"{source},{coarse}", *common, "--caches", "float32,int4"]
+    result = report("divergence", arguments, tmp_path / "divergence.json")
+    means = []
+    for file, name in zip(result["models"], ("source.gguf", "coarse.gguf"), strict=True):
+        assert file["reference"] == "source.gguf" and file["model"] == name
+        assert [name.rpartition(", ")[2] for name in file["engines"]] == [
             "float32 cache",
             "int4 cache",
         ]
-        means[path.name] = [engine["mean"] for engine in result["engines"].values()]
-        assert all(engine["loss"] > 0 for engine in result["engines"].values())
-    assert means["source.gguf"][0] < means["source.gguf"][1]
-    assert means["source.gguf"][0] < means["coarse.gguf"][0]
+        assert file["beside_llama_cpp"] == []
+        means.append([engine["mean"] for engine in file["engines"].values()])
+        assert all(engine["loss"] > 0 for engine in file["engines"].values())
+    (exact, with_int4), (rounded, _) = means
+    assert exact < with_int4 and exact < rounded
 
 
-def test_the_loss_is_that_of_the_next_tokens() -> None:
+def test_losses_are_those_of_the_next_tokens() -> None:
     """The last row of a window predicts nothing."""
     logits = np.log(np.array([[1, 2, 5], [6, 1, 1], [1, 1, 6], [2, 1, 1]], np.float32))
-    expected = -(np.log(5 / 8) + np.log(1 / 8)) / 2
-    assert loss(logits, [[0, 2, 1], [1]]) == pytest.approx(expected)
-    assert np.isnan(loss(logits[:1], [[0]]))
+    expected = [-np.log(5 / 8), -np.log(1 / 8)]
+    assert losses(logits, [[0, 2, 1], [1]]) == pytest.approx(expected)
+
+
+def test_a_text_without_a_token_to_predict_is_refused(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a")
+    with pytest.raises(InvalidRequestError, match="the text has fewer than two tokens"):
+        run_bench("divergence", ["--models", str(model), "--text", str(text)])
 
 
 def test_a_failing_baseline_is_named_in_one_line(model: Path, tmp_path: Path) -> None:
-    arguments = ["--model", str(model), "--tokens", "8", "--baseline"]
+    arguments = ["--models", str(model), "--tokens", "8", "--baseline"]
     with pytest.raises(InvalidRequestError, match="--baseline missing cannot be run"):
         run_bench("divergence", [*arguments, "missing"])
     if sys.platform != "win32":
@@ -219,7 +235,12 @@ def test_cached_and_uncached_denoising_are_timed(tmp_path: Path) -> None:
         (
             "shapes",
             ["--folder", "x", "--shape", "1b", "--early-layers", "4", "--format", "MXFP4"],
-            "the scales of MXFP4 are too coarse",
+            "--early-layers writes no MXFP4; choose from Q4_0",
+        ),
+        (
+            "shapes",
+            ["--folder", "x", "--shape", "tiny-experts", "--format", "NF4"],
+            "tiny-experts has experts, which are not written in NF4",
         ),
         ("gpu", ["--dtype", "float7"], "unknown dtype 'float7'; choose from bfloat16"),
         ("diffusion", ["--folder", "x", "--hidden", "30", "--heads", "4"], "not a multiple"),
@@ -243,4 +264,4 @@ def test_an_unknown_cache_format_is_refused(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="--cache 'int7' is not a format"):
         run_bench("kernels", ["--model", str(model), "--cache", "int7"])
     with pytest.raises(InvalidRequestError, match="--caches int3: choose from float32"):
-        run_bench("divergence", ["--model", str(model), "--caches", "int3"])
+        run_bench("divergence", ["--models", str(model), "--caches", "int3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import llama_cpp_stand_in
@@ -14,6 +15,7 @@ from anydecode.benchmarks.llama_cpp_baseline import LlamaCpp
 from anydecode.cli.bench import run_bench
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.library import load_library
+from anydecode.quantization.gguf import quantize_file
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiled kernels here")
 
@@ -50,21 +52,31 @@ def test_scores_are_those_of_the_same_tokens(path: str, python: str) -> None:
         assert engine.ask("texts", prompts=[[5, 6, 7]], count=3, stops=[text[0]]) == [""]
 
 
-def test_caches_are_compared_with_those_of_llama_cpp(
-    path: str, python: str, tmp_path: Path
+def test_files_and_caches_are_compared_with_those_of_llama_cpp(
+    path: str, python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each with the same format: the stand-in agrees in both."""
-    file = tmp_path / "divergence.json"
-    arguments = ["--model", path, "--tokens", "24", "--window", "8", "--threads", "1"]
-    options = ["--caches", "float32,int4", "--baseline", python, "--json", str(file)]
-    run_bench("divergence", [*arguments, *options])
-    engines = json.loads(file.read_text())["engines"]
-    own, own_int4, other, other_int4 = (one["mean"] for one in engines.values())
-    assert list(engines)[2:] == [
-        "llama-cpp-python 0, float32 cache",
-        "llama-cpp-python 0, int4 cache",
-    ]
-    assert (other, other_int4) == pytest.approx((own, own_int4)) and own < own_int4
+    coarse, file = tmp_path / "coarse.gguf", tmp_path / "divergence.json"
+    quantize_file(Path(path), coarse, "q4_0")
+    arguments = ["--models", f"{path},{coarse}", "--tokens", "24", "--window", "8"]
+    arguments += ["--reference", path, "--threads", "1", "--caches", "float32,int4"]
+    run_bench("divergence", [*arguments, "--baseline", python, "--json", str(file)])
+    for result in json.loads(file.read_text())["models"]:
+        engines = result["engines"]
+        own, own_int4, other, other_int4 = (one["mean"] for one in engines.values())
+        assert list(engines)[2:] == [
+            "llama-cpp-python 0, float32 cache",
+            "llama-cpp-python 0, int4 cache",
+        ]
+        assert (other, other_int4) == pytest.approx((own, own_int4)) and own < own_int4
+        exact, rounded = result["beside_llama_cpp"]
+        assert (exact["cache"], rounded["cache"]) == ("float32", "int4")
+        assert rounded["divergence"][0] == pytest.approx(rounded["divergence"][1])
+        assert rounded["divergence"][0][0] == pytest.approx(own_int4)
+        assert rounded["loss_difference"] == pytest.approx([0, 0], abs=1e-9)
+        losses = [one["loss"] for one in engines.values()]
+        assert exact["perplexity"] == pytest.approx([np.exp(losses[0]), np.exp(losses[2])])
+    assert "coarse.gguf int4" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_failing_request_is_one_line(path: str, python: str) -> None:

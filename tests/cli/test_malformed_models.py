@@ -48,7 +48,7 @@ COMMANDS = {
     "bench speculative": "--model MODEL --limit 1",
     "bench cost": "--model MODEL",
     "bench perplexity": "--models MODEL --text TEXT",
-    "bench divergence": "--model MODEL",
+    "bench divergence": "--models MODEL",
     "bench lm-eval": "--models MODEL --tasks a",
     "bench quantization": "--model MODEL --count 1",
     "bench aup": "--models MODEL --count 1",

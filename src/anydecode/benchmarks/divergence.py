@@ -8,16 +8,18 @@ llama.cpp runs in another Python interpreter, and its logits are returned throug
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 
 from anydecode.benchmarks.baselines import find_file
 from anydecode.benchmarks.llama_cpp_baseline import DEFAULT_CACHE, LlamaCpp
+from anydecode.benchmarks.lm_eval_bench import mean_and_error
 from anydecode.benchmarks.passes import first_logits, sequence_rows
 from anydecode.errors import InvalidRequestError
 from anydecode.kernels.host import to_host
@@ -25,7 +27,8 @@ from anydecode.machine import cpu_name, usable_cores
 from anydecode.models.families import build_model
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
-from anydecode.report import JsonFile, split_names, write_report
+from anydecode.progress import note
+from anydecode.report import JsonFile, split_names, table_console, with_error, write_report
 from anydecode.tasks.prompts import PROMPTS
 
 
@@ -68,29 +71,72 @@ def _log_softmax(values: np.ndarray) -> np.ndarray:
     return shifted
 
 
-def summary(reference: np.ndarray, logits: np.ndarray) -> dict[str, float]:
-    """Statistics of the divergences over all rows."""
-    values = divergences(reference, logits)
-    return {
-        "mean": float(values.mean()),
-        "standard_error": float(values.std(ddof=1) / len(values) ** 0.5),
-        "median": float(np.median(values)),
-        "99%": float(np.quantile(values, 0.99)),
-        "largest": float(values.max()),
-        "same_top_token": float((reference.argmax(-1) == logits.argmax(-1)).mean()),
-    }
+class Quality(NamedTuple):
+    """How near an engine's logits are to the text and to the reference, token by token.
+
+    Attributes:
+        divergences: KL(reference || engine) of each row in nats, float64 `[rows]`.
+        losses: The negative log-likelihood in nats of the next token of each row that has one in
+            its window, float64; its mean's exponential is the perplexity.
+        same_top_token: The share of rows whose most probable token is that of the reference.
+    """
+
+    divergences: np.ndarray
+    losses: np.ndarray
+    same_top_token: float
+
+    def summary(self) -> dict[str, float]:
+        """Statistics over all rows."""
+        values = self.divergences
+        mean, error = _mean_and_error(values)
+        return {
+            "mean": mean,
+            "standard_error": error,
+            "median": float(np.median(values)),
+            "99%": float(np.quantile(values, 0.99)),
+            "largest": float(values.max()),
+            "same_top_token": self.same_top_token,
+            "loss": float(self.losses.mean()),
+        }
 
 
-def loss(logits: np.ndarray, ids: list[list[int]]) -> float:
-    """The mean negative log-likelihood, in nats, of the next token of each row that has one in its
-    window; its exponential is the perplexity. NaN where no row has one."""
+def losses(logits: np.ndarray, ids: list[list[int]]) -> np.ndarray:
+    """The negative log-likelihood of each next token (see `Quality`), float64."""
     following = [token for window in ids for token in (*window[1:], -1)]
-    values = [
-        -_log_softmax(row.astype(np.float64))[token]
-        for row, token in zip(logits, following, strict=True)
-        if token >= 0
-    ]
-    return float(np.mean(values)) if values else float("nan")
+    return np.array(
+        [
+            -_log_softmax(row.astype(np.float64))[token]
+            for row, token in zip(logits, following, strict=True)
+            if token >= 0
+        ]
+    )
+
+
+class Reference(NamedTuple):
+    """Logits float32 `[rows, vocab_size]` of a file's weights in float32, and the tokens of each
+    window."""
+
+    name: str
+    ids: list[list[int]]
+    logits: np.ndarray
+
+
+@functools.lru_cache(maxsize=1)  # of all files with the same reference
+def reference_of(path: str, text: str, tokens: int, window: int, threads: int) -> Reference:
+    """Compute the logits of the file `path` on the first tokens of a text. Raises
+    `InvalidRequestError` if it has fewer than two."""
+    checkpoint = load_checkpoint(path)
+    ids = windows(checkpoint.tokenizer, text, tokens, window)
+    if max(map(len, ids), default=0) < 2:
+        raise InvalidRequestError("the text has fewer than two tokens; give another --text")
+    model = build_model(checkpoint, "float32", executor=choose_executor(threads=threads))
+    return Reference(Path(path).name, ids, _all_logits(model, ids))
+
+
+def quality(reference: Reference, logits: np.ndarray) -> Quality:
+    """An engine's logits `[rows, vocab_size]` beside those of the reference."""
+    same = float((reference.logits.argmax(-1) == logits.argmax(-1)).mean())
+    return Quality(divergences(reference.logits, logits), losses(logits, reference.ids), same)
 
 
 def compare(
@@ -104,7 +150,7 @@ def compare(
     reference: str | None = None,
     caches: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure all engines and return the report.
+    """Measure all engines on a file and return its part of the report.
 
     Args:
         path: The file that all engines read.
@@ -127,34 +173,50 @@ def compare(
             raise InvalidRequestError(
                 f"--caches {cache}: choose from {', '.join(own.cache_formats)}"
             )
-    exact = load_checkpoint(reference or path)
-    ids = windows(exact.tokenizer, text, tokens, window)
-    model = build_model(exact, "float32", executor=choose_executor(threads=threads))
-    if model.spec.vocab_size != own.spec.vocab_size:
+    exact = reference_of(reference or path, text, tokens, window, threads)
+    width = exact.logits.shape[1]
+    if width != own.spec.vocab_size:
         raise InvalidRequestError(
-            f"--reference {reference} has {model.spec.vocab_size} tokens, and {path}"
-            f" {own.spec.vocab_size}; give another format of the same model"
+            f"--reference {reference} has {width} tokens, and {path} {own.spec.vocab_size};"
+            " give another format of the same model"
         )
-    expected = _all_logits(model, ids)
     name = f"anydecode, {type(own.executor).__name__}"
-    engines = {name + _of_cache(cache): _all_logits(own, ids, cache) for cache in caches or (None,)}
+    engines: dict[str, Quality] = {}
+    for format in caches or (None,):
+        logits = _all_logits(own, exact.ids, format)
+        engines[name + _of_cache(format)] = quality(exact, logits)
+    pairs = []
     if baseline:
-        for format in caches or (None,):
+        for format, mine in zip(caches or (None,), list(engines.values()), strict=True):
+            note(f"{Path(path).name}{_of_cache(format)}: llama.cpp")
             other = LlamaCpp(baseline, path, threads, format or DEFAULT_CACHE)
-            logits = baseline_logits(other, ids)[:, : expected.shape[1]]
-            engines[f"{other.version}{_of_cache(format)}"] = logits
+            theirs = quality(exact, baseline_logits(other, exact.ids)[:, :width])
+            engines[f"{other.version}{_of_cache(format)}"] = theirs
+            pairs.append(_pair(format or DEFAULT_CACHE, mine, theirs))
     return {
-        "machine": cpu_name(),
         "model": Path(path).name,
-        "reference": Path(reference or path).name,
-        "tokens": len(expected),
-        "window": window,
-        "loss": loss(expected, ids),
-        "engines": {
-            name: {**summary(expected, logits), "loss": loss(logits, ids)}
-            for name, logits in engines.items()
-        },
+        "reference": exact.name,
+        "tokens": len(exact.logits),
+        "loss": float(losses(exact.logits, exact.ids).mean()),
+        "engines": {engine: found.summary() for engine, found in engines.items()},
+        "beside_llama_cpp": pairs,
     }
+
+
+def _pair(cache: str, own: Quality, other: Quality) -> dict[str, Any]:
+    """Both engines on the same tokens with the same cache; each difference has the error of the
+    differences by token."""
+    return {
+        "cache": cache,
+        "perplexity": [float(np.exp(one.losses.mean())) for one in (own, other)],
+        "loss_difference": _mean_and_error(own.losses - other.losses),
+        "divergence": [_mean_and_error(one.divergences) for one in (own, other)],
+        "divergence_difference": _mean_and_error(own.divergences - other.divergences),
+    }
+
+
+def _mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    return mean_and_error(values, np.ones(len(values)))
 
 
 def _of_cache(cache: str | None) -> str:
@@ -165,16 +227,23 @@ def _all_logits(model: Any, ids: list[list[int]], cache: str | None = None) -> n
     return np.concatenate([logits_of(model, window, cache) for window in ids])
 
 
-def show(result: dict[str, Any]) -> None:
-    """Print the report as a table."""
-    print(
-        f"{result['model']}, {result['tokens']} tokens in windows of {result['window']}, on"
-        f" {result['machine']}: divergence from {result['reference']} in float32 (whose loss is"
-        f" {result['loss']:.4f}), in nats"
-    )
+def show(report: dict[str, Any]) -> None:
+    """Print the report: a table for each file, and one of all files beside llama.cpp."""
+    for result in report["models"]:
+        print(
+            f"{result['model']}, {result['tokens']} tokens in windows of {report['window']}, on"
+            f" {report['machine']}: divergence from {result['reference']} in float32 (whose loss is"
+            f" {result['loss']:.4f}), in nats"
+        )
+        _show_engines(result["engines"])
+    if any(result["beside_llama_cpp"] for result in report["models"]):
+        _show_pairs(report["models"])
+
+
+def _show_engines(engines: dict[str, dict[str, float]]) -> None:
     titles = f"{'mean':>9} {'+-':>8} {'median':>9} {'99%':>9} {'largest':>9}"
     print(f"{'':42} {titles}  same top token   loss")
-    for name, statistics in result["engines"].items():
+    for name, statistics in engines.items():
         numbers = (
             statistics[key] for key in ("mean", "standard_error", "median", "99%", "largest")
         )
@@ -184,15 +253,38 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name:42} {cells} {statistics['same_top_token']:15.1%} {statistics['loss']:.4f}")
 
 
+def _show_pairs(models: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table("model", "cache", box=None)
+    for name in (
+        *("perplexity", "of llama.cpp", "difference in nats"),
+        *("divergence", "of llama.cpp", "difference"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in models:
+        for pair in result["beside_llama_cpp"]:
+            table.add_row(
+                result["model"],
+                pair["cache"],
+                *(f"{value:.3f}" for value in pair["perplexity"]),
+                with_error(pair["loss_difference"]),
+                *(with_error(value) for value in pair["divergence"]),
+                with_error(pair["divergence_difference"]),
+            )
+    table_console().print(table)
+
+
 def bench_divergence(
-    model: Annotated[str, typer.Option("--model", "-m", help="A name or a .gguf file.")] = (
-        "smollm2-135m-instruct"
-    ),
+    models: Annotated[
+        str,
+        typer.Option("--models", "-m", help="Names or .gguf files, separated by commas."),
+    ] = "smollm2-135m-instruct",
     text: Annotated[
         Path | None, typer.Option("--text", help="A text file; default: the package's prompts.")
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text.")] = 512,
-    window: Annotated[int, typer.Option("--window", min=1, help="Tokens of a window.")] = 256,
+    window: Annotated[int, typer.Option("--window", min=2, help="Tokens of a window.")] = 256,
     baseline: Annotated[
         str | None,
         typer.Option("--baseline", help="A Python interpreter with llama-cpp-python."),
@@ -207,7 +299,8 @@ def bench_divergence(
     reference: Annotated[
         str | None,
         typer.Option(
-            "--reference", help="The model whose weights are exact, in float32; default: --model."
+            "--reference",
+            help="The model whose weights are exact, in float32; default: each of --models.",
         ),
     ] = None,
     caches: Annotated[
@@ -216,23 +309,25 @@ def bench_divergence(
     ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Compare logits with those of the same weights in float32, or of another file's weights.
+    """Compare logits with those of the same weights in float32, or of another file's weights; with
+    --baseline beside llama.cpp's on the same tokens.
 
-    Example: anydecode bench divergence --tokens 512 --window 256 --caches float16,int8,int4
+    Example: anydecode bench divergence --models q4.gguf,q8.gguf --reference f16.gguf
+    --caches float16,int8
     """
     if text is not None and not text.is_file():
         raise InvalidRequestError(f"--text {text} is not a file")
     words = "\n\n".join(p.text for p in PROMPTS) if text is None else text.read_text("utf-8")
     count = threads or usable_cores()
-    result = compare(
-        find_file(model),
-        words,
-        tokens,
-        window,
-        baseline,
-        count,
-        backend,
-        reference,
-        split_names(caches) if caches else (),
-    )
-    write_report(result, json_file, lambda: show(result))
+    chosen = [find_file(name) for name in split_names(models)]
+    if not chosen:
+        raise InvalidRequestError("give at least one model")
+    formats = split_names(caches) if caches else ()
+    results = []
+    for path in chosen:
+        note(f"{Path(path).name}: anydecode")
+        results.append(
+            compare(path, words, tokens, window, baseline, count, backend, reference, formats)
+        )
+    report = {"machine": cpu_name(), "window": window, "models": results}
+    write_report(report, json_file, lambda: show(report))

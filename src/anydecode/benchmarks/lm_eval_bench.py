@@ -22,7 +22,7 @@ from anydecode.benchmarks.llama_cpp_baseline import DEFAULT_CACHE, LlamaCpp
 from anydecode.errors import AnydecodeError, InvalidRequestError, MissingPackageError
 from anydecode.machine import cpu_name, usable_cores
 from anydecode.progress import note
-from anydecode.report import JsonFile, split_names, table_console, write_report
+from anydecode.report import JsonFile, split_names, table_console, with_error, write_report
 
 if TYPE_CHECKING:
     from anydecode.integrations.lm_eval import AnydecodeLM
@@ -251,14 +251,9 @@ def print_report(report: dict[str, Any]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in report["rows"]:
         cells = [row["model"], row["cache"] or "default", row["task"], row["metric"]]
-        cells += [str(row["documents"]), *(_with_error(row[name]) for name in engines)]
+        cells += [str(row["documents"]), *(with_error(row[name]) for name in engines)]
         if engines[1:]:
             same = row["same answers"]
-            cells += [_with_error(row["difference"]), "" if same is None else f"{same:.1%}"]
+            cells += [with_error(row["difference"]), "" if same is None else f"{same:.1%}"]
         table.add_row(*cells)
     table_console().print(table)
-
-
-def _with_error(figure: tuple[float, float]) -> str:
-    mean, error = figure
-    return f"{mean:.4f} ± {error:.4f}"

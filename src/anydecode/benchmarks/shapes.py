@@ -1,5 +1,5 @@
 """`anydecode bench shapes`: writes GGUF files with random weights in the shapes of well-known
-models.
+models; in NF4 and FP4 a folder, by `shape_folders`.
 
 Speed depends only on shapes and formats, so random weights suffice for timing without a download.
 The tokenizer has single bytes, and names for the other ids. The files can be opened with anydecode
@@ -20,13 +20,25 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
+from anydecode.benchmarks import shape_folders
+from anydecode.benchmarks.shape_sizes import (
+    BEGIN,
+    END,
+    MERGE,
+    SHAPES,
+    STD,
+    Shape,
+    matrices,
+    norms,
+    routers,
+    token_names,
+)
 from anydecode.errors import InvalidRequestError
 from anydecode.report import JsonFile, write_report
 
 if TYPE_CHECKING:
     import gguf
 
-_STD = 0.02  # of the weights, so that hidden states neither vanish nor explode
 #: What attention adds in files with early exits: were it as much as the MLPs, the mean of the text
 #: would outweigh its last token, and all tokens of greedy texts would soon be the same.
 _ATTENTION = 0.1
@@ -56,26 +68,9 @@ _SCALES: dict[str, tuple[int, float, float | None]] = {
     "IQ3_S": (0, 1 / 140, None),
 }
 #: Format -> (the number of scales of one byte at the start of a block, their value). The codes have
-#: the deviation 5.9, and the scales are about `_STD` / 5.9: 2^(120 - 128) and 3 / 1024.
+#: the deviation 5.9, and the scales are about `STD` / 5.9: 2^(120 - 128) and 3 / 1024.
 _BYTE_SCALES = {"MXFP4": (1, 120), "NVFP4": (4, 3)}
-FORMATS = (*_SCALES, *_BYTE_SCALES)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Llama-like model. With `experts`, each layer has so many MLPs of the size
-    `inner` instead of one, of which a token runs through `experts_per_token` (as in Mixtral)."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocabulary: int
-    tied: bool
-    experts: int = 0
-    experts_per_token: int = 0
+FORMATS = (*_SCALES, *_BYTE_SCALES)  # of GGUF files
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class EarlyExits:
         """What the weights of the matrix `name` are multiplied by, in a model of so many features
         of hidden states."""
         if name == "output":
-            return _LOGITS / (_STD * hidden**0.5)
+            return _LOGITS / (STD * hidden**0.5)
         parts = name.split(".")
         if parts[-1] not in ("attn_output", "ffn_down", "ffn_down_exps"):
             return 1.0
@@ -105,53 +100,10 @@ class EarlyExits:
         return factor if behind < 0 else float(factor * self.change * self.decay**behind)
 
 
-SHAPES = {
-    "tiny": Shape(256, 2, 4, 2, 64, 512, 512, True),
-    "tiny-experts": Shape(256, 2, 4, 2, 64, 256, 512, True, 8, 2),
-    "135m": Shape(576, 30, 9, 3, 64, 1536, 49152, True),  # SmolLM2 135M
-    "1b": Shape(2048, 16, 32, 8, 64, 8192, 128256, True),  # Llama 3.2 1B
-    "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256, False),  # Llama 3 8B
-    "7b-experts": Shape(2048, 16, 16, 16, 128, 1024, 50304, False, 64, 8),  # OLMoE 1B-7B
-}
-
-
-def matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Name and size `(out_features, in_features)` of every matrix in file order, or `(experts,
-    out_features, in_features)`."""
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes: dict[str, tuple[int, ...]] = {"token_embd": (shape.vocabulary, shape.hidden)}
-    end, count = ("_exps", (shape.experts,)) if shape.experts else ("", ())
-    for layer in range(shape.layers):
-        sizes |= {
-            f"blk.{layer}.attn_q": (wide, shape.hidden),
-            f"blk.{layer}.attn_k": (narrow, shape.hidden),
-            f"blk.{layer}.attn_v": (narrow, shape.hidden),
-            f"blk.{layer}.attn_output": (shape.hidden, wide),
-            f"blk.{layer}.ffn_gate{end}": (*count, shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_up{end}": (*count, shape.inner, shape.hidden),
-            f"blk.{layer}.ffn_down{end}": (*count, shape.hidden, shape.inner),
-        }
-    if not shape.tied:
-        sizes["output"] = (shape.vocabulary, shape.hidden)
-    return sizes
-
-
-def routers(shape: Shape) -> list[str]:
-    """The names of all routers, `[experts, hidden]` in float32."""
-    return [f"blk.{layer}.ffn_gate_inp" for layer in range(shape.layers) if shape.experts]
-
-
-def norms(shape: Shape) -> list[str]:
-    """The names of all norm weights, in file order."""
-    layers = range(shape.layers)
-    names = [f"blk.{layer}.{name}" for layer in layers for name in ("attn_norm", "ffn_norm")]
-    return [*names, "output_norm"]
-
-
 def random_blocks(
     format: str, rows: int, columns: int, generator: np.random.Generator, factor: float = 1.0
 ) -> np.ndarray:
-    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `_STD` times `factor`,
+    """Blocks uint8 `[rows, bytes]` of random weights with standard deviation `STD` times `factor`,
     which only formats of `_SCALES` have."""
     import gguf
 
@@ -167,9 +119,9 @@ def random_blocks(
         data[:, :, :count] = scale
     else:
         position, step, ratio = _SCALES[format]
-        _scale(format, data, position, factor * _STD * step, generator)
+        _scale(format, data, position, factor * STD * step, generator)
         if ratio is not None:
-            _scale(format, data, position + 2, factor * _STD * step * ratio, generator)
+            _scale(format, data, position + 2, factor * STD * step * ratio, generator)
     return data.reshape(rows, -1)
 
 
@@ -236,7 +188,7 @@ def write(
         writer.write_tensor_data(blocks)
     for _ in routers(shape):
         router = generator.standard_normal((shape.experts, shape.hidden), np.float32)
-        writer.write_tensor_data(router * np.float32(_STD))
+        writer.write_tensor_data(router * np.float32(STD))
     for _ in norms(shape):
         writer.write_tensor_data(np.ones(shape.hidden, np.float32))
     writer.close()
@@ -244,33 +196,28 @@ def write(
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """Add a token per byte (GPT-2's byte letters), begin and end tokens, names for the other ids,
-    and one merge, which readers require.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable}
-    letters |= {byte: chr(256 + position) for position, byte in enumerate(others)}
-    tokens = [letters[byte] for byte in range(256)] + ["<begin>", "<end>", "th"]
-    tokens += [f"<{number}>" for number in range(len(tokens), vocabulary)]
-    kinds = [1] * 256 + [3, 3] + [1] * (vocabulary - 258)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(["t h"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
+    writer.add_token_list(token_names(vocabulary))
+    writer.add_token_types([1] * BEGIN + [3, 3] + [1] * (vocabulary - END - 1))
+    writer.add_token_merges([" ".join(MERGE)])
+    writer.add_bos_token_id(BEGIN)
+    writer.add_eos_token_id(END)
     writer.add_add_bos_token(False)
 
 
 def bench_shapes(
-    folder: Annotated[Path, typer.Option("--folder", help="Folder to write the file to.")],
+    folder: Annotated[Path, typer.Option("--folder", help="Folder to write the model to.")],
     shape: Annotated[
         str, typer.Option("--shape", help=f"Shape of the model: {', '.join(SHAPES)}.")
     ] = "1b",
     format: Annotated[
-        str, typer.Option("--format", help=f"Format of the weights: {', '.join(FORMATS)}.")
+        str,
+        typer.Option(
+            "--format",
+            help=f"Format of the weights: {', '.join(FORMATS)} (a GGUF file), or"
+            f" {', '.join(shape_folders.FORMATS)} (a folder in the layout of bitsandbytes).",
+        ),
     ] = FORMATS[0],
     early_layers: Annotated[
         int,
@@ -303,7 +250,8 @@ def bench_shapes(
 
     Example: anydecode bench shapes --folder models --shape 1b
     """
-    for option, value, allowed in (("shape", shape, SHAPES), ("format", format, FORMATS)):
+    formats = (*FORMATS, *shape_folders.FORMATS)
+    for option, value, allowed in (("shape", shape, SHAPES), ("format", format, formats)):
         if value not in allowed:
             raise InvalidRequestError(
                 f"unknown {option} {value!r}; choose from {', '.join(allowed)}"
@@ -317,14 +265,21 @@ def bench_shapes(
             )
         if format not in _SCALES:
             raise InvalidRequestError(
-                f"the scales of {format} are too coarse for --early-layers; choose from"
-                f" {', '.join(_SCALES)}"
+                f"--early-layers writes no {format}; choose from {', '.join(_SCALES)}"
             )
         # The head's weights are larger than those of the embedding.
         name, sizes = "early", replace(sizes, tied=False)
         exits = EarlyExits(early_layers, change, decay)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{shape}.{format}.gguf"
-    size = write(path, sizes, format, exits)
+    path = folder / f"{name}-{shape}.{format}"
+    if format in shape_folders.FORMATS:
+        if sizes.experts:
+            raise InvalidRequestError(
+                f"{shape} has experts, which are not written in {format}; choose another shape"
+            )
+        size = shape_folders.write_folder(path, sizes, format)
+    else:
+        path = path.with_name(f"{path.name}.gguf")
+        size = write(path, sizes, format, exits)
     result = {"path": str(path), "format": format, "weight_bytes": size, **asdict(sizes)}
     write_report(result, json_file, lambda: print(f"{path}: {size / 1e9:.2f} GB of weights"))

@@ -107,9 +107,9 @@ INLINE b32x2 load_codes(int format, const uint8_t *block, int from, int i) {
   return b32x2_load(block + scales_bytes(format) + from + 64 * i);
 }
 
-/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in the table, or a
- * part of these. */
-INLINE b32x2 unpack_step(int format, int part, const uint8_t *block, int i) {
+/* The codes of step `i` of a block with nibbles or two-bit codes, or their values in a table of
+ * bytes. */
+INLINE b32x2 unpack_step(int format, const uint8_t *block, int i) {
   if (is_two_bit(format)) {
     b32x2 w = moved_bits(load_codes(format, block, upper_bytes(format), i / 4), i % 4 * 2, 2, 0);
     if (format != Q3_K) return w;
@@ -120,7 +120,7 @@ INLINE b32x2 unpack_step(int format, int part, const uint8_t *block, int i) {
   if (is_five_bit(format)) w = b32x2_or(w, moved_bits(load_codes(format, block, 0, 0), i, 1, 4));
   if (format == Q6_K)
     w = b32x2_or(w, moved_bits(load_codes(format, block, 0, i / 4), i % 4 * 2, 2, 4));
-  return has_table(format) ? b32x2_lookup(code_values(format, part), w) : w;
+  return has_table(format) && !has_wide_table(format) ? b32x2_lookup(code_values(format, 0), w) : w;
 }
 
 /* The scales of a super-block, with the unit of its codes. */
