@@ -343,7 +343,7 @@ def test_overhead_measures_server_time(slow: str, tmp_path: Path, monkeypatch: A
     # On a busy machine the event loop waits: passes of 20 ms do not all end meanwhile.
     monkeypatch.setattr(overhead_bench._PacedModel, "pause", 0.02)
     out = tmp_path / "out.json"
-    options = ["--requests", "3", "--tokens", "12", "--rounds", "1", "--json", str(out)]
+    options = ["--requests", "2", "--tokens", "12", "--rounds", "1", "--json", str(out)]
     run_bench("overhead", options)
     overhead = json.loads(out.read_text())
     assert (overhead["request"] > 0.19) == (slow == "request")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def test_a_plan_names_the_best_placement_first(
         monkeypatch.setattr(module, name, measured)
 
     monkeypatch.setattr(plan, "sleep", lambda seconds: None)
+    monkeypatch.setattr(fleet_runs, "request_seconds", partial(fleet_runs.request_seconds, 10))
     once(plan, "measured")
     once(fleet_runs, "request_seconds")
     trace = tmp_path / "trace.jsonl"

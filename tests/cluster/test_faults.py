@@ -204,6 +204,7 @@ def test_an_answer_whose_end_is_lost_has_its_text(
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", **options)
     monkeypatch.setattr(Fleet, "receive", received)
+    monkeypatch.setattr(worker_module, "BEAT_SECONDS", 0.05)
     with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, worker_thread(fleet.fleet_port):
         wait_for(lambda: fleet.status()["workers"])
         found = fleet.generate("a", **options)
@@ -292,6 +293,7 @@ def test_a_worker_that_sends_something_else_is_cut_off(
 ) -> None:
     frames: list[Any] = [{"type": "beat"}, {"type": "tokens"}, {"type": "unheard of"}, [1], "text"]
     monkeypatch.setattr(worker_module, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "_RETRY_SECONDS", 0.05)
     caplog.set_level(logging.INFO, "anydecode.server")
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate("a", max_tokens=5).tokens

@@ -164,6 +164,7 @@ def test_the_measured_squares_are_those_of_the_inputs(source: Path) -> None:
         assert np.allclose(matrix.importance()[name], expected, rtol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ["q2_k", "q3_k", "q4_k_m", "q4_0", "q5_1", "nvfp4"])
 def test_the_command_measures_saves_and_reads(format: str, source: Path) -> None:
     """Rejects an importance that is measured and not used."""

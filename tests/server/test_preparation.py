@@ -106,12 +106,13 @@ def test_schemas_that_only_look_expensive_are_accepted(client: Client, schema: A
     assert client.ask(COMPLETIONS, response_format=formatted(schema))
 
 
-def test_the_schemas_of_tools_are_limited_too(client: Client) -> None:
+def test_the_schemas_of_tools_are_limited_too(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": alternatives(12, 8)}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    error = client.refused(CHAT, tools=tools, tool_choice="required")
-    assert error["code"] in ("limit_exceeded", "constraint_error")
-    assert client.ask(COMPLETIONS)
+    with served(llm, prepare_seconds=0.5) as client:
+        error = client.refused(CHAT, tools=tools, tool_choice="required")
+        assert error["code"] in ("limit_exceeded", "constraint_error")
+        assert client.ask(COMPLETIONS)
 
 
 def text_tokenizer(template: str | dict[str, str]) -> HFTokenizer:
