@@ -37,7 +37,10 @@ OTHER_REFERENCES = {
     "glm_ocr_text": "GLM-OCR of `transformers`",
     **dict.fromkeys(("molmo2_text", "molmo2_o_text"), "Molmo 2 of `transformers`"),
     **dict.fromkeys(
-        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
+        (
+            *("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"),
+            *("pangu-embedded", "kormo", "telechat", "telechat3"),
+        ),
         "Llama of `transformers`",
     ),
     "baichuan": "Llama of `transformers`, 2 settings; a forward pass in numpy, 2 settings",
@@ -50,7 +53,7 @@ OTHER_REFERENCES = {
     "bailing_moe": "Granite of `transformers`",
     "llama_bidirec": "EuroBERT of `transformers`",
     "embedding_gemma": "Gemma 3 of `transformers`",
-    "bailing_moe_v2": "GLM-4.5 of `transformers`",
+    **dict.fromkeys(("bailing_moe_v2", "sarvam_moe"), "GLM-4.5 of `transformers`"),
 }
 #: Families that differ from another one in names alone.
 SAME_AS = {
@@ -61,7 +64,10 @@ SAME_AS = {
     "muse_glimmer_text": "afmoe",
     "kimi_k2": "deepseek_v3",
     **dict.fromkeys(
-        ("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila", "pangu-embedded"),
+        (
+            *("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"),
+            *("pangu-embedded", "kormo", "telechat", "telechat3"),
+        ),
         "llama",
     ),
     "qwen": "qwen2",
@@ -74,7 +80,7 @@ SAME_AS = {
     "glm_ocr_text": "glm4",
     "molmo2_text": "qwen3",
     "molmo2_o_text": "olmo2",
-    "bailing_moe_v2": "glm4_moe",
+    **dict.fromkeys(("bailing_moe_v2", "sarvam_moe"), "glm4_moe"),
 }
 #: The model types of files that are compared with a model of another type.
 OF_FILES = {"paddleocr": "paddleocr_vl_text", "deepseek2-ocr": "deepseek"}

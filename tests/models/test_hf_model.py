@@ -181,12 +181,12 @@ def test_several_tokens_after_recurrent_states(kind: str) -> None:
 
 
 #: An architecture that only `transformers` has.
-UNSUPPORTED = "GPTNeoXJapanese"
+UNSUPPORTED = "RoFormer"
 
 
 def save(kind: str, folder: Path) -> Path:
     """A folder with a model of `transformers` and a tokenizer."""
-    model = hf_model(kind, vocab_size=300, hidden_size=48)
+    model = hf_model(kind, vocab_size=300, hidden_size=48, is_decoder=True)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -196,7 +196,7 @@ def save(kind: str, folder: Path) -> Path:
 
 def test_a_folder_of_another_architecture_opens_when_asked(tmp_path: Path) -> None:
     folder = save(UNSUPPORTED, tmp_path / "tiny")
-    with pytest.raises(CheckpointError, match="model type 'gpt_neox_japanese'") as caught:
+    with pytest.raises(CheckpointError, match="model type 'roformer'") as caught:
         LLM(str(folder))
     assert "--backend transformers" in str(caught.value) and "\n" not in str(caught.value)
     with pytest.warns(UserWarning, match="^tiny runs through transformers: slower"):
@@ -237,7 +237,7 @@ def test_an_unknown_model_type_has_no_advice(tmp_path: Path) -> None:
         CheckpointError, match="no causal model of this type either; supported"
     ) as x:
         LLM(str(folder))
-    assert "'unheard-of' (GPTNeoXJapaneseForCausalLM) is not supported; " in str(x.value)
+    assert "'unheard-of' (RoFormerForCausalLM) is not supported; " in str(x.value)
     assert "\n" not in str(x.value)
 
 
@@ -259,8 +259,8 @@ def test_a_refused_model_names_itself_the_way_through_transformers_and_what_is_s
     tmp_path: Path,
 ) -> None:
     for changes, name in (
-        ({}, "model type 'gpt_neox_japanese' (GPTNeoXJapaneseForCausalLM)"),
-        ({"model_type": "mllama", "text_config": {}}, "architecture GPTNeoXJapaneseForCausalLM of"),
+        ({}, "model type 'roformer' (RoFormerForCausalLM)"),
+        ({"model_type": "mllama", "text_config": {}}, "architecture RoFormerForCausalLM of"),
     ):
         folder = save(UNSUPPORTED, tmp_path / str(len(changes)))
         config = json.loads((folder / "config.json").read_text())

@@ -1714,6 +1714,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {"use_parallel_residual": False, "hidden_size": 64, "tie_word_embeddings": True},
     ),
+    "gpt neox japanese": ("GPTNeoXJapanese", {"intermediate_multiple_size": 3}),
+    "gpt neox japanese odd": (
+        "GPTNeoXJapanese",
+        {
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+        },
+    ),
     "falcon": ("Falcon", {"ffn_hidden_size": 72}),
     "bloom": ("Bloom", {}),
     "bloom odd": (

@@ -1,4 +1,4 @@
-"""Ling and Ring, as published: GLM-4.5 and Granite of `transformers` under their names."""
+"""Ling, Ring and Sarvam, as published: GLM-4.5 and Granite of `transformers` under their names."""
 
 from __future__ import annotations
 
@@ -65,6 +65,22 @@ VERSIONS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         },
     ),
 }
+VERSIONS["sarvam"] = (
+    "Glm4Moe",
+    {
+        **VERSIONS["second"][1],
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+    },
+    "SarvamMoEForCausalLM",
+    {
+        "model_type": "sarvam_moe",
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": None,  # as the keys that are left out, it has a default
+    },
+)
 NAMES = {
     "model.embed_tokens": "model.word_embeddings",
     "self_attn.o_proj": "attention.dense",
@@ -153,6 +169,8 @@ def test_logits_and_greedy_tokens_match(version: str, tmp_path: Path) -> None:
         ("second", {"routed_scaling_factor": 1.0}),
         ("second", {"partial_rotary_factor": 1.0}),
         ("second", {"moe_router_enable_expert_bias": False}),
+        ("sarvam", {"moe_router_enable_expert_bias": False}),
+        ("sarvam", {"use_qk_norm": False}),
     ],
 )
 def test_a_wrong_key_changes_the_logits(

@@ -3,7 +3,9 @@ their names."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,7 +278,61 @@ def deepseek_ocr(folder: Path, model: Any) -> Path:
     )
 
 
+KORMO = {
+    "input_layernorm": "pre_attention_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+}
+
+
+def kormo(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as KORMo."""
+    own = {"model_type": "kormo", "architectures": ["KORMoForCausalLM"], "rms_norm_eps": 1e-6}
+    return saved(folder, renamed(model, KORMO), {**SIZES, **own, "rope_theta": 500.0, **changes})
+
+
+TELECHAT = {
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.norm": "transformer.ln_f",
+    "model.layers.": "transformer.h.",
+    "self_attn.q_proj": "self_attention.query",
+    "self_attn.o_proj": "self_attention.dense",
+}
+
+
+def telechat(folder: Path, model: Any, **changes: Any) -> Path:
+    """A folder with the model as TeleChat: a key head is followed by its value head, and the
+    model's biases behind the sublayers are the only ones."""
+    config = {
+        "model_type": "telechat",
+        "architectures": ["TeleChat2ForCausalLM"],
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "ffn_hidden_size": 80,
+        "intermediate_size": 1,
+        "n_layer": 3,
+        "n_head": 4,
+        "num_key_value_heads": 2,
+        "layer_norm_epsilon": 1e-6,
+        "hidden_act": "fastgelu",
+        "seq_length": 256,
+        "training_seqlen": 256,
+        "embed_layernorm": False,
+        "tie_word_embeddings": False,
+    }
+    tensors = renamed(model, TELECHAT)
+    for name in [name for name in tensors if name.endswith("k_proj.weight")]:
+        keys = tensors.pop(name).reshape(2, 12, -1)
+        values = tensors.pop(name.replace("k_proj", "v_proj")).reshape(2, 12, -1)
+        whole = np.concatenate([keys, values], 1).reshape(48, -1)
+        tensors[name.replace("self_attn.k_proj", "self_attention.key_value")] = whole
+    without = ("query.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+    return saved(folder, tensors, {**config, **changes})
+
+
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 64}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 MANY_KEYS = {"num_key_value_heads": 4}
 EXPERTS = {
     "num_experts": 6,
@@ -293,6 +349,30 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
         same_names("iquestcoder", "IQuestCoderForCausalLM", head_dim=16),
         "Llama",
         {"head_dim": 16},
+    ),
+    "llama of old": (same_names("llama", "LLaMAForCausalLM"), "Llama", {}),
+    "kormo": (kormo, "Llama", {}),
+    "telechat": (telechat, "Llama", {**BIASES, "rope_parameters": {**ROPE, "rope_theta": 1e4}}),
+    "telechat trained twice": (
+        functools.partial(telechat, base_seqlen=64),
+        "Llama",
+        {**BIASES, "rope_parameters": {**ROPE, "rope_theta": 1e4 * 7 ** (12 / 10)}},
+    ),
+    "telechat3": (
+        same_names(
+            "telechat3",
+            "TeleChat3ForCausalLM",
+            rope_scaling={**YARN, "type": "telechat3-yarn"},
+        ),
+        "Llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                **YARN,
+                "rope_type": "yarn",
+                "attention_factor": 0.07 * math.log(4.0) + 1.0,
+            }
+        },
     ),
     "xverse": (same_names("xverse", "XverseForCausalLM"), "Llama", {}),
     "aquila": (same_names("aquila", "AquilaForCausalLM"), "Llama", {}),
@@ -353,6 +433,12 @@ def original(name: str) -> Any:
         for parameter, tensor in model.named_parameters():
             if parameter.endswith(("shared_expert_gate.weight", ".bias")):
                 tensor.data.zero_()
+    if name.startswith("telechat") and name != "telechat3":
+        for parameter, tensor in model.named_parameters():
+            if parameter.endswith(".bias") and not parameter.endswith(
+                ("o_proj.bias", "down_proj.bias")
+            ):
+                tensor.data.zero_()
     return model
 
 
@@ -379,6 +465,10 @@ def test_logits_and_greedy_tokens_match(name: str, tmp_path: Path) -> None:
         ("orion", {"rms_norm_eps": 0.5}),
         ("pangu-embedded", {"rope_theta": 1e4}),
         ("baichuan", {"max_position_embeddings": None}),  # linear biases
+        ("kormo", {"rope_theta": 1e4}),
+        ("telechat", {"layer_norm_epsilon": 1.0}),
+        ("telechat", {"base_seqlen": 64}),
+        ("telechat3", {"rope_scaling": {**YARN, "type": "yarn"}}),
         ("qwen", {"layer_norm_epsilon": 1.0}),
         ("qwen", {"rotary_emb_base": 1e4}),
         ("phi4 multimodal", {"partial_rotary_factor": 0.5}),
@@ -418,6 +508,8 @@ def test_the_rows_of_other_heads_of_baichuan_keep_their_norms(tmp_path: Path) ->
             {"max_position_embeddings": None, "model_max_length": None},
             "lacks 'model_max_length'",
         ),
+        ("telechat", {"embed_layernorm": True}, "embed_layernorm True is not supported"),
+        ("telechat", {"base_seqlen": 0}, "base_seqlen is 0"),
         ("qwen", {"intermediate_size": 1}, "intermediate_size is 1"),
         ("qwen", {"rotary_pct": 0.5}, "rotary_pct 0.5 is not supported in a qwen config"),
         ("qwen", {"num_attention_heads": 5}, "num_attention_heads is 5"),

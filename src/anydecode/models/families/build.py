@@ -800,14 +800,15 @@ class _LayerReader:
     def _dense_mlp(self) -> GatedMlp | PlainMlp:
         inner = int_value(self._config, "intermediate_size")
         bias = bool_value(self._config, "mlp_bias")
+        out_bias = bool_value(self._config, "mlp_out_bias", bias)
         if self._spec.mlp == "plain":
             name = self._full("mlp.up_proj")
             up = self._reader.linear(name, (inner, self._hidden), bias)
-            return PlainMlp(up, self._down(inner, bias))
+            return PlainMlp(up, self._down(inner, out_bias))
         gate, up = self._parts(
             "mlp.gate_up_proj", {"mlp.gate_proj": inner, "mlp.up_proj": inner}, bias
         )
-        return GatedMlp(gate, up, self._down(inner, bias))
+        return GatedMlp(gate, up, self._down(inner, out_bias))
 
     def _down(self, inner: int, bias: bool) -> Linear:
         return self._reader.linear(self._full("mlp.down_proj"), (self._hidden, inner), bias)

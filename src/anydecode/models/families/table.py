@@ -145,7 +145,11 @@ GROUP = "anydecode.families"
 #: The families by `model_type` of their configs.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        ("LlamaForCausalLM", "IQuestCoderForCausalLM", "LlavaLlamaForCausalLM"),
+        # The last name is that of early conversions.
+        (
+            *("LlamaForCausalLM", "IQuestCoderForCausalLM", "LlavaLlamaForCausalLM"),
+            "LLaMAForCausalLM",
+        ),
         all_full,
         model_types=("iquestcoder", "llava_llama"),
     ),

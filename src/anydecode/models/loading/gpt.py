@@ -1,6 +1,6 @@
 """Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, CodeShell,
-Falcon, BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon and DBRX
-to the usual one: module names, separate queries, keys and values, and matrices of shape
+Falcon, BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon, DBRX and
+TeleChat to the usual one: module names, separate queries, keys and values, and matrices of shape
 [out, in]."""
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Layout:
         outer: The modules outside the layers, and their usual names.
         inner: The modules of a layer, and their usual names; several where one is read twice.
         qkv: The fused queries, keys and values of a layer; empty if they are separate.
-        rows: Returns the rows of queries, keys and values in the fused matrix.
+        rows: Returns the rows of queries, keys and values in the fused matrix; of keys and values
+            if the queries are apart.
         is_transposed: Whether the matrices of layers are stored as [in, out].
         num_unused: The rows of the table of positions before that of position 0.
         has_key_heads: Whether `num_key_value_heads` is a key of its configs. Others have as many
@@ -55,7 +56,7 @@ class _Layout:
     outer: Mapping[str, str]
     inner: Mapping[str, tuple[str, ...]]
     qkv: str
-    rows: Callable[[dict[str, Any]], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    rows: Callable[[dict[str, Any]], tuple[np.ndarray, ...]]
     is_transposed: bool = False
     num_unused: int = 0
     has_key_heads: bool = False
@@ -87,6 +88,13 @@ def _by_group(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarra
     group = heads // kv_heads
     rows = np.arange((heads + 2 * kv_heads) * size).reshape(kv_heads, group + 2, size)
     return rows[:, :group].ravel(), rows[:, group].ravel(), rows[:, group + 1].ravel()
+
+
+def _by_key_head(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """TeleChat: the keys of a head, then its values; the queries are apart."""
+    _, kv_heads, size = _heads(config)
+    rows = np.arange(2 * kv_heads * size).reshape(kv_heads, 2, size)
+    return rows[:, 0].ravel(), rows[:, 1].ravel()
 
 
 def _by_part(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -167,6 +175,16 @@ _GPT_NEOX = _Layout(
     },
     qkv="attention.query_key_value",
     rows=_by_group,
+)
+_GPT_NEOX_JAPANESE = replace(
+    _GPT_NEOX,
+    defaults={
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "intermediate_multiple_size": 4,
+        "attention_out_bias": True,
+    },
+    prefixes=("gpt_neox_japanese.",),
 )
 _FALCON = _Layout(
     keys={
@@ -498,6 +516,28 @@ _DBRX = replace(
     },
     qkv="norm_attn_norm.attn.Wqkv",
 )
+_TELECHAT = replace(
+    _FALCON,
+    keys={
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "training_seqlen": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 8192},
+    fixed={"apply_residual_connection_post_layernorm": False, "embed_layernorm": False},
+    inner={
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
+        "self_attention.query": ("self_attn.q_proj",),
+        "self_attention.dense": ("self_attn.o_proj",),
+        **{f"mlp.{part}_proj": (f"mlp.{part}_proj",) for part in ("gate", "up", "down")},
+    },
+    qkv="self_attention.key_value",
+    rows=_by_key_head,
+    has_key_heads=True,
+)
 #: The experts of a layer of DBRX, and the stacks of matrices that they are.
 _DBRX_EXPERTS = {
     ".mlp.w1": ".mlp.gate_proj.weight",
@@ -515,6 +555,7 @@ _LAYOUTS = {
     "gptj": _GPT_J,
     "codegen": _CODEGEN,
     "gpt_neox": _GPT_NEOX,
+    "gpt_neox_japanese": _GPT_NEOX_JAPANESE,
     "falcon": _FALCON,
     "bloom": _BLOOM,
     "mpt": _MPT,
@@ -531,6 +572,8 @@ _LAYOUTS = {
     "chatglm": _CHATGLM,
     "persimmon": _PERSIMMON,
     "dbrx": _DBRX,
+    "telechat": _TELECHAT,
+    "telechat2": _TELECHAT,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -595,6 +638,8 @@ def to_hf_layout(
         _repeat_norms(usual, result)
     if config["model_type"] == "dbrx":
         _stack_experts(usual, result)
+    if config["model_type"] == "gpt_neox_japanese":
+        _add_biases(usual, readers, result)
     return usual, result
 
 
@@ -613,6 +658,17 @@ def _waves(config: Mapping[str, Any]) -> np.ndarray:
     if isinstance(padding, int) and 0 <= padding < len(table):
         table[padding] = 0.0
     return table[2:]
+
+
+def _add_biases(
+    config: Mapping[str, Any], readers: Mapping[str, Reader], result: dict[str, Reader]
+) -> None:
+    """Give the attention of every layer a bias; GPT-NeoX Japanese has one in the last layer."""
+    hidden = integer("hidden_size", config.get("hidden_size"))
+    for index in range(integer("num_hidden_layers", config.get("num_hidden_layers"))):
+        name = f"gpt_neox_japanese.layers.{index}.attention.dense_bias"
+        bias = readers.get(name, partial(np.zeros, hidden, np.float32))
+        result[f"model.layers.{index}.self_attn.o_proj.bias"] = bias
 
 
 def _repeat_norms(config: Mapping[str, Any], readers: dict[str, Reader]) -> None:
@@ -778,6 +834,24 @@ def _complete_dbrx(config: dict[str, Any]) -> None:
 
 
 #: What completes the configs of single layouts.
+def _complete_gpt_neox_japanese(config: dict[str, Any]) -> None:
+    """Complete a config of GPT-NeoX Japanese, which has a factor in place of the MLPs' size."""
+    factor = integer("intermediate_multiple_size", config["intermediate_multiple_size"])
+    config["intermediate_size"] = factor * integer("hidden_size", config.get("hidden_size"))
+
+
+def _complete_telechat(config: dict[str, Any]) -> None:
+    """Complete a config of TeleChat. A model that was trained with longer contexts than at first
+    has a larger base of rotations; the keys of activations and rotations are not read, as in its
+    own code."""
+    trained = integer("training_seqlen", config["max_position_embeddings"])
+    first = integer("base_seqlen", value_or(config, "base_seqlen", min(trained, 8192)))
+    alpha = 2 ** math.ceil(math.log2(trained / first) + 1) - 1
+    config |= {"hidden_act": "silu", "attention_out_bias": True, "mlp_out_bias": True}
+    config["rope_theta"] = 10_000.0
+    config["rope_scaling"] = {"rope_type": "ntk_alpha", "alpha": alpha} if alpha > 1 else None
+
+
 _COMPLETIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "mpt": _complete_mpt,
     "qwen": _complete_qwen,
@@ -786,6 +860,8 @@ _COMPLETIONS: dict[str, Callable[[dict[str, Any]], None]] = {
     "xglm": _complete_norm_eps,
     "chatglm": _complete_chatglm,
     "dbrx": _complete_dbrx,
+    "gpt_neox_japanese": _complete_gpt_neox_japanese,
+    **dict.fromkeys(("telechat", "telechat2"), _complete_telechat),
 }
 
 
@@ -794,7 +870,7 @@ def _converted(
     reader: Reader,
     layout: _Layout,
     inner: Mapping[str, tuple[str, ...]],
-    rows: tuple[np.ndarray, np.ndarray, np.ndarray],
+    rows: tuple[np.ndarray, ...],
 ) -> dict[str, Reader]:
     """The tensors of the usual layout that one tensor holds; none for a buffer."""
     module, _, leaf = name.rpartition(".")
@@ -815,7 +891,7 @@ def _converted(
     if layer[3] == layout.qkv:
         return {
             f"{prefix}self_attn.{part}_proj.{leaf}": partial(_selected, reader, name, selected)
-            for part, selected in zip("qkv", rows, strict=True)
+            for part, selected in zip("qkv"[-len(rows) :], rows, strict=True)
         }
     return {f"{prefix}{target}.{leaf}": reader for target in inner.get(layer[3], ())}
 

@@ -1,5 +1,6 @@
 """Ling and Ring (Ling team, 2025, arXiv:2503.05139), and their second versions (arXiv:2510.22115).
-Configs of both have the model type bailing_moe; their classes differ."""
+Configs of both have the model type bailing_moe; their classes differ. Sarvam 30B (Sarvam AI, 2026)
+is the second version under a name of its own."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ KEYS = {
     "score_function": ("scoring_func",),
     "moe_router_enable_expert_bias": ("use_expert_bias",),
 }
+_SECOND_DEFAULTS = {"use_qk_norm": True, "rms_norm_eps": 1e-6}
 NAMES = {
     "embed_tokens": "word_embeddings",
     "self_attn.qkv_proj": "attention.query_key_value",
@@ -58,6 +60,19 @@ FAMILIES = {
         derived=check_options,
         keys=KEYS,
         names=NAMES,
-        defaults={"use_qk_norm": True, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
+        defaults={**_SECOND_DEFAULTS, "partial_rotary_factor": 0.5},
+    ),
+    "sarvam_moe": family_like(
+        "glm4_moe",
+        "SarvamMoEForCausalLM",
+        derived=check_options,
+        keys=KEYS,
+        names=NAMES,
+        defaults={
+            **_SECOND_DEFAULTS,
+            "partial_rotary_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+        },
     ),
 }
