@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from anydecode import LLM
+from anydecode.api.generation import StreamChunk
 from anydecode.api.options import GenerateOptions
 from anydecode.certification.checks import PROMPTS, scripted_llm
 from anydecode.errors import InvalidRequestError, OutOfMemoryError, UnsupportedCombinationError
@@ -141,6 +142,10 @@ def test_every_method_refuses_an_unknown_option() -> None:
                 getattr(llm, name)(prompt, temprature=1.0)
 
 
+async def _first(chunks: AsyncIterator[StreamChunk]) -> StreamChunk:
+    return await anext(chunks)
+
+
 def test_sampling_params_behind_the_prompt_are_refused_with_what_to_write() -> None:
     """They stand there in vLLM."""
     params = SamplingParams(temperature=0.8)
@@ -151,11 +156,15 @@ def test_sampling_params_behind_the_prompt_are_refused_with_what_to_write() -> N
             lambda: llm.generate(["x", "y"], [params, params]),  # type: ignore[call-overload]
             lambda: llm.generate("x", sampling_params=params),  # type: ignore[call-overload]
             lambda: llm.chat([{"role": "user", "content": "x"}], params),  # type: ignore[call-overload]
+            lambda: llm.stream("x", params),  # type: ignore[arg-type]
+            lambda: llm.stream_chat([], params),  # type: ignore[arg-type]
             lambda: asyncio.run(llm.agenerate("x", params)),  # type: ignore[call-overload]
             lambda: asyncio.run(llm.achat([], params)),  # type: ignore[call-overload]
         ):
             with pytest.raises(InvalidRequestError, match=message):
                 call()
+        with pytest.raises(InvalidRequestError, match=message):
+            asyncio.run(_first(llm.astream("x", params)))  # type: ignore[arg-type]
     assert "others" not in inspect.signature(LLM.generate).parameters
 
 

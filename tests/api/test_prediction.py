@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from anydecode.certification.oracles.speculative.draft_lengths import FixedCosts
+from anydecode.errors import InvalidRequestError
 from anydecode.scoring.prediction import Prediction
 from anydecode.scoring.tree import TokenTree
 from toy_models import letters_llm
@@ -70,6 +71,15 @@ def test_other_decoders_ignore_a_prediction() -> None:
             assert (answer.tokens, answer.stats.passes) == (plain.tokens, plain.stats.passes)
             assert answer.ignored == ["prediction"] and not plain.ignored
             assert answer.stats.num_accepted_predictions == 0
+
+
+@pytest.mark.parametrize("value", [5, True, {"type": "content", "content": "a"}, ["a"]])
+def test_a_prediction_that_is_no_text_is_named(value: Any) -> None:
+    with letters_llm("ab", 3, cache_positions=256) as llm:
+        for name in ("prediction", "negative_prompt"):
+            message = f"^{name} is .*; it must be a text or a list of token ids$"
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.generate("ab", **{name: value})
 
 
 def test_counts_are_those_of_drafts_that_the_prediction_has() -> None:

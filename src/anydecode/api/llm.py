@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from anydecode.api.options import (
     check_kinds,
     check_names,
     check_positional,
+    checked_text,
     sampling_parameters,
     split_prompts,
     with_parameters,
@@ -337,7 +338,7 @@ class LLM:
         return generations if is_batch else generations[0]
 
     def stream(
-        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *others: NoReturn, **options: Unpack[GenerateOptions]
     ) -> Generator[StreamChunk, None, None]:
         """Complete `prompt` and yield text as it is generated.
 
@@ -352,6 +353,7 @@ class LLM:
         Raises:
             InvalidRequestError: As `generate`, before the first chunk.
         """
+        check_positional(others)
         return self._stream(self._streamed_request(prompt, options))
 
     @overload
@@ -399,11 +401,12 @@ class LLM:
     def stream_chat(
         self,
         messages: Messages,
-        *,
+        *others: NoReturn,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generator[StreamChunk, None, None]:
         """`chat` as a stream of text chunks; arguments and errors as there, results as `stream`."""
+        check_positional(others)
         return self.stream(self._render_chat(messages, template_variables), **options)
 
     @overload
@@ -427,9 +430,10 @@ class LLM:
         return generations if is_batch else generations[0]
 
     async def astream(
-        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt, *others: NoReturn, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream` for asyncio. Leaving the loop early cancels the generation."""
+        check_positional(others)
         loop = asyncio.get_running_loop()
         request = self._streamed_request(prompt, options)
         has_progress = asyncio.Event()
@@ -477,11 +481,12 @@ class LLM:
     def astream_chat(
         self,
         messages: Messages,
-        *,
+        *others: NoReturn,
         template_variables: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[StreamChunk, None]:
         """`stream_chat` for asyncio."""
+        check_positional(others)
         return self.astream(self._render_chat(messages, template_variables), **options)
 
     def score(self, prompt: Prompt, continuation: Prompt) -> Likelihood:
@@ -831,13 +836,21 @@ class LLM:
             trace=trace,
             priority=priority,
             namespace=namespace,
-            companion=None if negative_prompt is None else self.encode(negative_prompt),
+            companion=(
+                None
+                if negative_prompt is None
+                else self.encode(checked_text("negative_prompt", negative_prompt))
+            ),
             first_finish=(
                 FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
             ),
             segment=segment if isinstance(segment, Segment) else Segment(segment or 0, resume),
             prompt_embeds=embeds,
-            prediction=None if prediction is None else self.encode(prediction, special=False),
+            prediction=(
+                None
+                if prediction is None
+                else self.encode(checked_text("prediction", prediction), special=False)
+            ),
         )
         request.sampling_defaults = defaults
         return request

@@ -160,6 +160,19 @@ def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
     return (others, True) if others else ([prompt], False)
 
 
+def checked_text(name: str, value: Prompt) -> Prompt:
+    """`value` of the option `name`. Raises `InvalidRequestError` unless it is a text or a list of
+    token ids."""
+    is_list = isinstance(value, Seq | np.ndarray)
+    if not is_list or (
+        not isinstance(value, str) and not all(isinstance(x, int | np.integer) for x in value)
+    ):
+        raise InvalidRequestError(
+            f"{name} is {quoted(value)}; it must be a text or a list of token ids"
+        )
+    return value
+
+
 def sampling_parameters() -> list[inspect.Parameter]:
     """The sampling options as keyword parameters, with their defaults in a request."""
     hints = get_type_hints(SamplingOptions)
