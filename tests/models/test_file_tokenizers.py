@@ -247,6 +247,22 @@ def random_texts(parts: list[str], count: int = 1000) -> list[str]:
     return ["".join(draw.choices(parts, k=draw.randint(0, 9))) for _ in range(count)]
 
 
+def test_a_unigram_model_of_t5(tmp_path: Path) -> None:
+    """Its sentinels count down, and there is no space behind a symbol that users have defined."""
+    pieces = [("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2), ("▁", -1.0, 1),
+              ("(", 0.0, 4), ("a", -2.0, 1), ("▁a", -1.5, 1)]  # fmt: skip
+    model = b"".join(
+        field(1, field(1, token) + field(2, score) + field(3, type_))
+        for token, score, type_ in pieces
+    )
+    model += field(2, field(3, 1) + field(40, 2) + field(42, 1)) + field(3, field(1, "identity"))
+    found = written(tmp_path, {"tokenizer_class": "T5Tokenizer", "extra_ids": 3}, spiece=model)
+    assert found is not None and found.vocab_size == len(pieces) + 3
+    assert found.encode("(a a") == [3, 4, 5, 6, 1]
+    for number in range(3):
+        assert found.encode(f"a<extra_id_{number}>") == [6, len(pieces) + 2 - number, 1]
+
+
 #: Words and characters that normalisation replaces, joins, or removes.
 NORMALIZED = [
     "Hello", " ", "  ", "world", "é", "e\u0301", "ﬁ", "Ａ", "\t", "\n", "\u200b", "日本", "12,",
