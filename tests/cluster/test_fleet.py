@@ -29,6 +29,7 @@ from anydecode.cluster.fleet import (
     Fleet,
     SendTo,
     Task,
+    TaskState,
     WorkerFacts,
 )
 from anydecode.cluster.leases import LEASE_SECONDS
@@ -171,6 +172,29 @@ def test_a_prompt_is_handed_over_under_a_lease() -> None:
     assert world.received[number] == text(number)
     assert world.fleet.counts["handovers"] == 1
     assert all(len(one.ledger.leases) == 0 for one in world.workers.values())
+
+
+def test_a_prompt_whose_worker_is_lost_before_another_has_room_is_computed_again() -> None:
+    world = World()
+    lost, decode = world.join("prefill"), world.join("decode")
+    number = world.submit(num_blocks=MIN_BLOCKS)
+    for _ in range(world.workers[decode].facts.max_running):
+        world.submit()
+
+    def deliver() -> None:
+        while world.frames:
+            world.deliver(0)
+
+    deliver()
+    world.progress(world.workers[lost])
+    world.act()
+    deliver()
+    assert world.fleet.tasks[number].state is TaskState.OFFERED
+    world.crash(lost)
+    world.join("prefill")
+    world.settle(10)
+    assert world.received[number] == text(number)
+    assert world.fleet.counts["handovers"] == 1
 
 
 def test_a_short_prompt_is_not_handed_over() -> None:

@@ -384,6 +384,16 @@ def test_a_written_folder_is_the_same_model(case: str, tmp_path: Path) -> None:
     assert 0 < mean_error(found, expected) < PACKED_ERROR
 
 
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_files_of_stablelm_say_whether_sublayers_are_parallel(
+    is_parallel: bool, tmp_path: Path
+) -> None:
+    """The file itself tells without the key, which llama.cpp reads."""
+    _, folder = folder_of("stablelm", tmp_path, use_parallel_residual=is_parallel)
+    metadata = GGUFFile(written(folder)).metadata
+    assert metadata["stablelm.use_parallel_residual"] is is_parallel
+
+
 def check_packed(exact: GGUFFile, packed: GGUFFile) -> None:
     """Every matrix is that of the exact file, rounded in blocks of 32, and other tensors are."""
     assert list(packed.tensors) == list(exact.tensors)

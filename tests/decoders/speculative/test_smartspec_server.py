@@ -29,6 +29,7 @@ from anydecode.decoders.speculative.smartspec_server import (
 )
 from anydecode.errors import InvalidRequestError
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.scoring.draft_states import DraftStates
 from anydecode.scoring.goodput import useful_counts
 from anydecode.scoring.tree import TokenTree
 from certificates import assert_certified, assert_rejected
@@ -199,6 +200,23 @@ def test_drafters_that_read_states_keep_the_text_in_company(
         llm.engine.check_integrity()
     for answers in drafted:
         assert [one.tokens for one in answers] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_passes_return_no_states_while_no_drafts_are_wanted(count: int, monkeypatch: Patch) -> None:
+    num_observed = 0
+    observe = DraftStates.observe_target
+
+    def counted(self: DraftStates, *given: Any) -> None:
+        nonlocal num_observed
+        num_observed += 1
+        observe(self, *given)
+
+    monkeypatch.setattr(DraftStates, "observe_target", counted)
+    monkeypatch.setattr(ServerShare, "size", lambda self, own, can_burst=False: count)
+    with with_drafter(eagle3_checkpoint, drafting="smartspec-server") as llm:
+        llm.generate("abcabcabc", decoder="eagle", max_tokens=8, ignore_eos=True)
+    assert (num_observed > 0) == (count > 0)
 
 
 def test_engines_that_are_given_one_object_count_their_requests_apart() -> None:
