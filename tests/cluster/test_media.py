@@ -3,6 +3,7 @@ is that of one engine with the same embeddings, whatever is lost."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,15 +16,17 @@ import pytest
 
 from anydecode import LLM
 from anydecode.api.generation import Generation
+from anydecode.certification.oracles.prefill.clip_forward import tiny_encoder
 from anydecode.cluster import worker as worker_module
 from anydecode.cluster.fleet import MAX_ENCODES, MIN_BLOCKS, SendTo
 from anydecode.cluster.launcher import Launcher, LocalWorkers, places
 from anydecode.cluster.media import MediaCache, pieces_of, read_media
 from anydecode.cluster.proxy import FleetLLM
 from anydecode.cluster.worker import Worker
-from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
+from anydecode.errors import FleetError, InvalidRequestError, UnsupportedCombinationError
+from anydecode.models.clip import ClipEncoder
 from anydecode.models.patch_encoder import PatchEncoder
-from anydecode.scoring.media import Media
+from anydecode.scoring.media import Encoder, Media
 from anydecode.scoring.prompt_embeds import PromptEmbeds
 from simulated_fleet import World, text
 from waiting import wait_for
@@ -46,14 +49,16 @@ def embeds(media: list[Media], hidden_size: int) -> list[PromptEmbeds]:
 
 
 @contextmanager
-def running(*roles: str) -> Iterator[tuple[FleetLLM, list[Worker]]]:
-    """A fleet with workers of these roles on threads."""
-    with FleetLLM(MODEL, SECRET, **OPTIONS) as fleet, ExitStack() as stack:
+def running(*roles: str, encoder: Encoder | None = None) -> Iterator[tuple[FleetLLM, list[Worker]]]:
+    """A fleet with workers of these roles on threads, and their encoder."""
+    with FleetLLM(MODEL, SECRET, encoder=encoder, **OPTIONS) as fleet, ExitStack() as stack:
         workers = []
         for number, role in enumerate(roles):
             llm = LLM(MODEL, **OPTIONS)
             name = f"{role}-{number}"
-            worker, thread = start_worker(llm, fleet.fleet_port, name=name, role=role)
+            worker, thread = start_worker(
+                llm, fleet.fleet_port, name=name, role=role, encoder=encoder
+            )
             stack.callback(thread.join, 20)
             workers.append(worker)
         wait_for(lambda: len(fleet.status()["workers"]) == len(roles))
@@ -111,6 +116,27 @@ def test_without_encode_workers_the_others_encode(alone: LLM) -> None:
         found = fleet.generate(PROMPT, prompt_embeds=IMAGES, max_tokens=6)
         assert results(found) == expected(alone, IMAGES, max_tokens=6)
         assert workers[0].media.num_encoded == len(IMAGES)
+
+
+@pytest.mark.slow
+def test_a_fleet_has_the_encoder_of_llava(alone: LLM) -> None:
+    encoder = ClipEncoder(*tiny_encoder(alone.model.spec.hidden_size))
+    media = [Media(10, image(1, encoder.image_size, encoder.image_size))]
+    given = [PromptEmbeds(10, encoder.encode(media[0].pixels))]
+    expected = alone.generate(PROMPT, prompt_embeds=given, max_tokens=8)
+    with running("encode", "mixed", encoder=encoder) as (fleet, workers):
+        found = fleet.generate(PROMPT, prompt_embeds=media, max_tokens=8)
+        assert results(found) == results(expected)
+        assert [one.media.num_encoded for one in workers] == [1, 0]
+
+
+def test_workers_with_another_encoder_are_refused(alone: LLM) -> None:
+    config, tensors = tiny_encoder(alone.model.spec.hidden_size)
+    name = "multi_modal_projector.linear_2.bias"
+    other = ClipEncoder(config, {**tensors, name: tensors[name] + 1})
+    with FleetLLM(MODEL, SECRET, encoder=ClipEncoder(config, tensors), **OPTIONS) as fleet:
+        with LLM(MODEL, **OPTIONS) as llm, pytest.raises(FleetError, match="encoder"):
+            asyncio.run(Worker(llm, SECRET, encoder=other).run("127.0.0.1", fleet.fleet_port))
 
 
 @pytest.mark.slow

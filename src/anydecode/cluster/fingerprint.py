@@ -35,7 +35,7 @@ _PROBE_TOKENS = 8
 def group_of(llm: LLM, encoder: Encoder) -> str:
     """The name of the group of a worker that runs `llm` and the encoder: equal for workers that
     give equal bits."""
-    side = 8 * encoder.patch
+    side = encoder.image_size
     image = np.arange(3 * side * side).astype(np.uint8).reshape(side, side, 3)
     embeddings = hashlib.sha256(encoder.encode(image).tobytes()).hexdigest()
     text = json.dumps([facts(llm, encoder), probe(llm), embeddings], sort_keys=True)

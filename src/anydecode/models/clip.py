@@ -40,7 +40,7 @@ _STARTS = ("", "model.")
 class ClipEncoder:
     """The image encoder of a folder of LLaVA 1.5 in Hugging Face's layout.
 
-    Its sums are those of numpy: rows have the same bits only on one machine.
+    Its sums are those of numpy, whose order may be another on another machine.
 
     Args:
         config: The keys of the folder's config.json.

@@ -30,6 +30,7 @@ class PatchEncoder:
         seed: The seed of the weights.
 
     Attributes:
+        image_size: The side of an image of 8 x 8 patches, in pixels; others are taken too.
         fingerprint: A digest of the weights, which two encoders share only if they are equal.
     """
 
@@ -44,6 +45,7 @@ class PatchEncoder:
     ) -> None:
         self.hidden_size = hidden_size
         self.patch = patch
+        self.image_size = 8 * patch
         self._heads = heads
         random = np.random.default_rng(seed)
 

@@ -18,11 +18,13 @@ class Encoder(Protocol):
     Attributes:
         hidden_size: That of the language model.
         patch: The sides of an image are multiples of it, in pixels.
+        image_size: The side of a square image that it takes, in pixels.
         fingerprint: A digest of everything that the embeddings depend on.
     """
 
     hidden_size: int
     patch: int
+    image_size: int
     fingerprint: str
 
     def num_rows(self, pixels: np.ndarray) -> int:

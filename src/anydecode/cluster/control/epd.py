@@ -26,7 +26,8 @@ STAGES = ("encode", "prefill", "decode")
         summary="Encodes images, computes prompts and generates on workers of their own; a worker"
         " goes to the stage with the longest queue.",
         missing=(
-            "encoders of published vision models: a small encoder with random weights stands in",
+            "encoders of published vision models but LLaVA 1.5's (`models/clip.py`, in Python"
+            " only); by default a small encoder with random weights stands in",
             "encode workers without the language model, which saves their memory: here every worker"
             " has the model and the encoder, and can take any role",
         ),
