@@ -512,12 +512,9 @@ class Player:
             if "segment" in request and found[0] != "refused":
                 continue
             exact = found[0] == "refused" or is_exact(request)
-            if not exact and (
-                found[0] == "out of memory" or "prediction" in request or self._lacks_states(number)
-            ):
-                # A search that starts again may share less between its branches; where the text
-                # depends on the drafts, it does on a prediction, and on a schedule that leaves out
-                # states of the prompt.
+            if not exact and ("prediction" in request or self._lacks_states(number)):
+                # Where the text depends on the drafts, it does on a prediction, and on a schedule
+                # that leaves out states of the prompt.
                 continue
             expected = self._expected(number)
             if found != expected:

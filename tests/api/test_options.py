@@ -305,3 +305,13 @@ def test_prompts_of_wrong_kinds_are_refused_in_one_line() -> None:
 def test_a_cache_without_positions_is_refused() -> None:
     with pytest.raises(OutOfMemoryError, match="a cache of 0 positions"):
         LLM(ScriptedModel(), tokenizer=ByteTokenizer(), cache_positions=0)
+
+
+def test_unknown_options_of_embeddings_are_refused() -> None:
+    with scripted_llm() as llm:
+        with pytest.raises(InvalidRequestError, match="called dimension; did you mean dimensions"):
+            llm.embed("abc", dimension=8)  # type: ignore[call-overload]
+        with pytest.raises(InvalidRequestError, match="called normalize; known: adapter, dim"):
+            llm.embed("abc", normalize=True)  # type: ignore[call-overload]
+        with pytest.raises(InvalidRequestError, match="called instruct; did you mean instruction"):
+            llm.relevance("abc", ["d"], instruct="x")  # type: ignore[call-arg]

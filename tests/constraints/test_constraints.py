@@ -59,6 +59,11 @@ def feed(state: ConstraintState, text: str) -> ConstraintState:
         (lambda e: Regex("a+b?", engine=e), ["a", "aab"], ["b", "abb", ""]),
         (lambda e: Choice(["yes", "yesterday"], engine=e), ["yes", "yesterday"], ["ye", "no"]),
         (
+            lambda e: Choice(["yes", "yesterday", 'a "b"\n\\c', *map(str, range(3000))], engine=e),
+            ["yes", "yesterday", 'a "b"\n\\c', "2", "29", "2999"],
+            ["ye", "no", "3000", "yes2"],
+        ),
+        (
             lambda e: Grammar('root ::= "a" root "b" | "c"', "gbnf", engine=e),
             ["c", "aacbb"],
             ["aac", "ab"],
@@ -252,6 +257,7 @@ def test_invalid_arguments_are_rejected():
         lambda: Choice([]),
         lambda: Choice("yes"),
         lambda: Choice(["a", ""]),
+        lambda: Choice(None),
         lambda: Grammar("a", syntax="bnf"),
         lambda: Regex("a", engine="mine"),
     ):

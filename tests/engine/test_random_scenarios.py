@@ -3,6 +3,7 @@ alone, no errors but refusals in one line, and nothing is left."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Seq
 from random import Random
@@ -12,7 +13,7 @@ import pytest
 from anydecode.engine.engine import Engine, Job
 from anydecode.errors import OutOfMemoryError
 from anydecode.scoring.sequence import Sequence
-from random_scenarios import Failure, Player, Scenario, play, random_scenario
+from random_scenarios import Failure, Player, Scenario, alone, play, random_scenario
 from random_worlds import WORLDS
 
 #: Worlds that do not need other packages.
@@ -68,6 +69,34 @@ def test_a_search_that_runs_out_of_memory_ends_with_one_line_and_changes_no_othe
 
     monkeypatch.setattr(Engine, "_end", with_two_lines)
     assert [one.kind for one in play(scenario)[0]] == ["engine: AssertionError"]
+
+
+@pytest.mark.parametrize("decoder", ["beam", "best-of-n"])
+def test_a_search_that_fits_alone_fits_in_company_too(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the smallest cache in which it ends alone, beside another request and preempted."""
+    plain = {"max_tokens": 12, "temperature": 0.8, "seed": 1, "ignore_eos": True}
+    search = {"prompt": [97, 98] * 20, "decoder": decoder, **plain}
+    other = {"prompt": [99] * 20, "decoder": "autoregressive", **plain}
+    sizes = range(41, 300)
+    index = bisect_left(
+        sizes, True, key=lambda size: alone("tiny", {"cache_positions": size}, search)[0] == "texts"
+    )
+    events = [("start", 0), ("steps", 5), ("start", 1), ("steps", 3), ("preempt", 0), ("steps", 6)]
+    for prefix_cache in (True, False):
+        engine = {"cache_positions": sizes[index], "prefix_cache": prefix_cache}
+        scenario = Scenario("tiny", engine, [search, other], [*events, ("preempt", 1)])
+        player = Player(scenario)
+        assert player.play() == []
+        assert [kind for kind, _ in player.outcomes.values()] == ["texts", "texts"]
+
+    def end(self: Engine, job: Job) -> None:
+        message = "the key-value cache holds too few positions; increase cache_positions"
+        self._end(job, OutOfMemoryError(message))
+
+    monkeypatch.setattr(Engine, "preempt", end)
+    assert "out of memory instead of texts" in {one.kind for one in play(scenario)[0]}
 
 
 def failures_of(seeds: range, names: list[str]) -> list[Failure]:

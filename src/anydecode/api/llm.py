@@ -43,6 +43,7 @@ from anydecode.api.options import (
     Messages,
     Prompt,
     check_kinds,
+    check_known,
     check_names,
     check_positional,
     checked_text,
@@ -966,6 +967,7 @@ class LLM:
         self, prompts: Seq[Prompt], options: EmbedOptions
     ) -> tuple[list[Request], list[PooledState]]:
         """One request and decoder per prompt."""
+        check_known(options, EmbedOptions.__optional_keys__)
         pooling = pooling_of(self.model)
         pooling.check_dimensions(options.get("dimensions"), self.model.spec.hidden_size)
         task = options.get("task")
@@ -987,6 +989,7 @@ class LLM:
     ) -> tuple[list[Request], Callable[[], list[float]]]:
         """The requests that compute the relevance of documents, and a function that returns it when
         they are done."""
+        check_known(options, RelevanceOptions.__optional_keys__)
         if isinstance(documents, str):
             raise InvalidRequestError("documents is a text; pass a list of texts")
         reranker = cross_encoder(self.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -89,6 +89,15 @@ def check_positional(others: Seq[object]) -> None:
         raise InvalidRequestError(
             f"a {type(others[0]).__name__} stands behind the prompt: {_BY_NAME}"
         )
+
+
+def check_known(names: Iterable[str], known: Collection[str]) -> None:
+    """Raise `InvalidRequestError` unless all names of options are `known`."""
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, sorted(known), 1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            raise InvalidRequestError(f"no option is called {name}; {hint}")
 
 
 def check_names(sampling: Iterable[str]) -> None:

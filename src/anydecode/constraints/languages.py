@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
@@ -161,6 +161,10 @@ class Grammar(_Language):
         return "grammar", self.text
 
 
+#: Maximum number of options that are alternatives of a rule.
+_MAX_ALTERNATIVES = 1000
+
+
 @dataclass(frozen=True, init=False)
 class Choice(_Language):
     """Allows one of several texts.
@@ -175,8 +179,10 @@ class Choice(_Language):
     kind = "choice"
 
     def __init__(self, options: Sequence[str], engine: str = "llguidance") -> None:
-        if isinstance(options, str) or not all(
-            isinstance(option, str) and option for option in options
+        if (
+            not isinstance(options, Iterable)
+            or isinstance(options, str)
+            or not all(isinstance(option, str) and option for option in options)
         ):
             raise ConstraintError("choices must be a list of strings that are not empty")
         if not options:
@@ -188,9 +194,11 @@ class Choice(_Language):
         self.__post_init__()
 
     def guidance(self) -> str:
-        # A rule of literals instead of one regular expression: thousands of options stay cheap.
         literals = [json.dumps(option, ensure_ascii=False) for option in self.options]
-        grammar: str = library().LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
+        # The parser follows every alternative of a rule by itself, and has a limit of their number;
+        # a terminal is one automaton of all of them.
+        rule = "start: OPTION\nOPTION: " if len(literals) > _MAX_ALTERNATIVES else "start: "
+        grammar: str = library().LLMatcher.grammar_from_lark(rule + " | ".join(literals))
         return grammar
 
     def xgrammar(self) -> tuple[str, str]:
