@@ -25,9 +25,15 @@ from anydecode.quantization import gguf_folder
 from anydecode.quantization.gguf import quantize_file
 from anydecode.quantization.gguf_folder import FolderFile
 from anydecode.quantization.gguf_forms import FORMS
+from encoder_models import declare_pooling
 from gguf_models import write_folder
 from hybrid_configs import FALCON_H1, NEMOTRON_H
-from llama_cpp_logits import GELU_MARGIN, llama_cpp_logits, llama_cpp_tokens
+from llama_cpp_logits import (
+    GELU_MARGIN,
+    llama_cpp_embedding,
+    llama_cpp_logits,
+    llama_cpp_tokens,
+)
 from quantized_parts import CASES as LAYOUTS
 from rwkv_models import CONFIG, paper_logits, rwkv_tensors
 from tiny_models import built, chain, hf_logits, hf_model, logits
@@ -46,6 +52,22 @@ LLAMA_3: dict[str, Any] = {
     "original_max_position_embeddings": 64,
 }
 LONG = [1.0 + 0.3 * i for i in range(6)]
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "intermediate_size": 64,
+}
 EXPERTS: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -255,21 +277,22 @@ CASES = {
             },
         },
     ),
-    "gpt-oss": Case(
-        "GptOss",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "head_dim": 16,
-            "sliding_window": 6,
-            "intermediate_size": 64,
-            "rope_parameters": ROPE,
-        },
-    ),
+    "gpt-oss": Case("GptOss", {**GPT_OSS, "rope_parameters": ROPE}),
+    "gpt-oss yarn": Case("GptOss", {**GPT_OSS, "rope_parameters": YARN}),
     "olmo2": Case("Olmo2"),
     "olmo3": Case("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
     "seed_oss": Case("SeedOss", {"head_dim": 16}),
     "exaone4": Case("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    # llama.cpp has windows in models of 64 layers only.
+    "exaone4 windows": Case(
+        "Exaone4",
+        {
+            "sliding_window": 6,
+            "sliding_window_pattern": 4,
+            "num_hidden_layers": 64,
+            "initializer_range": 0.05,
+        },
+    ),
     "granite": Case("Granite", GRANITE),
     "starcoder2": Case("Starcoder2", has_gelu=True),
     "arcee": Case("Arcee"),
@@ -372,7 +395,13 @@ def test_every_architecture_has_a_case() -> None:
     assert set(FORMS) <= {*own, "rwkv7"}  # which has tests of its own
 
 
-@pytest.mark.parametrize("case", CASES)
+#: llama.cpp v0.5.0 has the sizes of the published models, as "gemma3n sizes" does.
+NOT_OF_LLAMA_CPP = "gemma3n"
+SLOW = ("exaone4 windows",)
+NAMES = [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+
+
+@pytest.mark.parametrize("case", NAMES)
 def test_a_written_folder_is_the_same_model(case: str, tmp_path: Path) -> None:
     model, folder = folder_of(case, tmp_path)
     expected = hf_logits(model, TOKENS)
@@ -410,11 +439,7 @@ def check_packed(exact: GGUFFile, packed: GGUFFile) -> None:
         assert (np.abs(dequantize(other).reshape(-1, 32) - blocks) < 0.6 * step + 1e-6).all()
 
 
-#: Why llama.cpp v0.5.0 does not open a file: the logits are those of the reader of this package.
-NOT_OF_LLAMA_CPP = {"gemma3n": "it has the sizes of the published models"}
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_OF_LLAMA_CPP])
+@pytest.mark.parametrize("case", [x for x in NAMES if x != NOT_OF_LLAMA_CPP])
 def test_llama_cpp_has_the_same_logits(case: str, tmp_path: Path) -> None:
     model, folder = folder_of(case, tmp_path)
     expected = hf_logits(model, TOKENS)
@@ -686,6 +711,30 @@ def test_llama_cpp_has_the_same_logits_and_tokens_of_rwkv_7(tmp_path: Path) -> N
     assert source is not None
     found = llama_cpp_tokens(path, strings(4))
     assert found == [source.encode(text) for text in strings(4)]
+
+
+def embedding_folder(path: Path) -> tuple[Any, Path]:
+    """A model as Qwen3-Embedding is published: the state of the last token."""
+    model, folder = folder_of("qwen3", path, tie_word_embeddings=True)
+    return model, declare_pooling(folder, "lasttoken")
+
+
+def test_an_embedding_model_keeps_its_pooling(tmp_path: Path) -> None:
+    _, folder = embedding_folder(tmp_path)
+    pooling = load_checkpoint(written(folder)).pooling
+    assert pooling is not None and pooling.mode == "last"
+    declare_pooling(folder, "lasttoken", is_normalized=False)
+    with pytest.raises(CheckpointError, match="not scaled to length 1"):
+        FolderFile(load_checkpoint(folder))
+
+
+def test_llama_cpp_has_the_same_embedding(tmp_path: Path) -> None:
+    import torch
+
+    model, folder = embedding_folder(tmp_path)
+    with torch.inference_mode():
+        states = model.model(torch.tensor([TOKENS])).last_hidden_state[0].numpy()
+    assert error(llama_cpp_embedding(written(folder), TOKENS), states[-1]) < 1e-4
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3moe"])

@@ -25,6 +25,7 @@ from anydecode.models.families.values import layer_config
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.loading.gguf import open_gguf
+from anydecode.models.loading.gguf_encoder import POOLINGS
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import SAMPLING
 from anydecode.models.loading.gguf_names import (
@@ -148,7 +149,21 @@ class FolderFile(GGUFFile):
             **metadata_of(self._architecture, self._spec, self._config),
             **tokens,
             **self._sampling(),
+            **self._pooling(),
         }
+
+    def _pooling(self) -> dict[str, int]:
+        """How an embedding is computed from the states of the last layer, if the folder says it."""
+        pooling = self._checkpoint.pooling
+        if pooling is None:
+            return {}
+        if pooling.dense or not pooling.is_normalized:
+            raise CheckpointError(
+                f"{self.path}: embeddings with dense modules, or not scaled to length 1, are not"
+                " written to GGUF files"
+            )
+        number = next(x for x, mode in POOLINGS.items() if mode == pooling.mode)
+        return {f"{self._architecture}.pooling_type": number}
 
     def _sampling(self) -> dict[str, int | float]:
         """The sampling options that the folder recommends, as a GGUF file names them."""

@@ -17,7 +17,7 @@ from anydecode.models.loading.lazy import Reader
 from anydecode.models.pooling import DenseModule, Pooling
 
 #: The poolings by their numbers in `pooling_type`. 0 is none, 4 that of a classifier.
-_POOLINGS = {1: "mean", 2: "cls", 3: "last"}
+POOLINGS = {1: "mean", 2: "cls", 3: "last"}
 _OTHER_POOLINGS = (0, 4)
 #: The dense modules behind the pooling.
 _DENSE = ("dense_2", "dense_3")
@@ -101,13 +101,13 @@ def pooling_of(keys: Keys) -> Pooling | None:
         CheckpointError: The pooling is unknown, or a dense module has the wrong shape.
     """
     number = keys.get("pooling_type", 0)
-    if type(number) is not int or number not in (*_POOLINGS, *_OTHER_POOLINGS):
-        allowed = f"one of {', '.join(map(str, sorted((*_POOLINGS, *_OTHER_POOLINGS))))}"
+    if type(number) is not int or number not in (*POOLINGS, *_OTHER_POOLINGS):
+        allowed = f"one of {', '.join(map(str, sorted((*POOLINGS, *_OTHER_POOLINGS))))}"
         raise refusal(keys.name("pooling_type"), number, allowed)
     dense = _dense_modules(keys)
-    if number not in _POOLINGS:
+    if number not in POOLINGS:
         return None
-    return Pooling(_POOLINGS[number], dense=dense)
+    return Pooling(POOLINGS[number], dense=dense)
 
 
 def _dense_modules(keys: Keys) -> tuple[DenseModule, ...]:
