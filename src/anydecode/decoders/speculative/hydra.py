@@ -28,7 +28,7 @@ from anydecode.decoders.speculative.draft_model import LEARNED
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
             "verified token-exactly; Medusa's rule, which the paper also uses, is"
-            " acceptance='typical'",
+            " acceptance='typical' (see typical-acceptance)",
             "the tree has the nodes with the largest products of head probabilities (the paper: a"
             " fixed tree of 63 nodes)",
             "8 nodes of up to 4 heads by default, which is faster on processors",

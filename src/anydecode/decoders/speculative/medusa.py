@@ -75,7 +75,8 @@ class MedusaDrafter(BestTreeDrafter):
         needs=("draft model",),
         works_with=("constraints", "samplers", "guidance", "batches"),
         deviations=(
-            "verified token-exactly; the paper's rule is acceptance='typical'",
+            "verified token-exactly; the paper's rule is acceptance='typical' (see"
+            " typical-acceptance)",
             "the tree has the nodes with the largest products of head probabilities (the paper: a"
             " fixed tree of 63 nodes)",
             "8 nodes of up to 4 heads by default, which is faster on processors",

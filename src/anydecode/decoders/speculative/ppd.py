@@ -271,7 +271,8 @@ class PromptDrafter(PlannedDrafter):
         needs=("mask token",),
         works_with=("constraints", "samplers", "guidance", "batches", "adapters"),
         deviations=(
-            "verified token-exactly; the paper's rule is acceptance='typical'",
+            "verified token-exactly; the paper's rule is acceptance='typical' (see"
+            " typical-acceptance)",
             "without prompts= the model's mask token stands for all three prompt tokens, for models"
             " that were trained with masks; the accuracies are then assumed",
             "prompt tokens stand behind the text too, and a node may have none; the released search"
