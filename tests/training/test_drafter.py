@@ -281,9 +281,15 @@ def test_a_resumed_run_leaves_out_texts_that_others_have_added(
 
 
 def test_a_step_is_finished_before_ctrl_c_takes_effect(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """An optimiser that has updated a part of the weights would be saved."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     options = replace(OPTIONS, recipe="medusa", steps=3)
     own = torch.optim.AdamW.step
     weights = []
