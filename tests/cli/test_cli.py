@@ -514,7 +514,8 @@ def test_interrupt_of_the_imports_exits_130(monkeypatch: pytest.MonkeyPatch) -> 
 def test_interrupt_of_a_waiting_chat_is_clean(tmp_path: Path) -> None:
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "import anydecode.cli.options as o; o.load = lambda *a: print('ready', flush=True);"
+        "import anydecode.cli.options as o; o.load = lambda *a: None;"
+        "o.note_draft = lambda *a: print('ready', flush=True);"
         "from anydecode.cli.main import run; run(['chat'])"
     )
     process = subprocess.Popen(
