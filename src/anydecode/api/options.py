@@ -91,28 +91,33 @@ def check_positional(others: Seq[object]) -> None:
         )
 
 
-def check_known(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise `InvalidRequestError` unless all names of options are `known`."""
+def check_known(
+    names: Iterable[str],
+    known: Collection[str],
+    others: Collection[str] = (),
+    otherwise: str | None = None,
+) -> None:
+    """Raise `InvalidRequestError` unless all names of options are `known`. It names a similar one
+    of these or of `others`; where there is none, it says `otherwise`, or what is known."""
     for name in names:
         if name not in known:
-            close = get_close_matches(name, sorted(known), 1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            close = get_close_matches(name, sorted({*known, *others}), 1)
+            hint = otherwise or f"known: {', '.join(sorted(known))}"
+            if close:
+                hint = f"did you mean {close[0]}?"
             raise InvalidRequestError(f"no option is called {name}; {hint}")
 
 
-def check_names(sampling: Iterable[str]) -> None:
+def check_names(sampling: Collection[str]) -> None:
     """Raise `InvalidRequestError` unless all names are sampling options."""
-    for name in sampling:
-        if name == "sampling_params":
-            raise InvalidRequestError(f"no option is called {name}: {_BY_NAME}")
-        if name not in SamplingOptions.__optional_keys__:
-            close = get_close_matches(name, sorted(GenerateOptions.__optional_keys__), 1)
-            hint = (
-                f"; did you mean {close[0]}?"
-                if close
-                else "; the fields of `SamplingParams` are options, such as temperature=0.8"
-            )
-            raise InvalidRequestError(f"no option is called {name}{hint}")
+    if "sampling_params" in sampling:
+        raise InvalidRequestError(f"no option is called sampling_params: {_BY_NAME}")
+    check_known(
+        sampling,
+        SamplingOptions.__optional_keys__,
+        GenerateOptions.__optional_keys__,
+        "the fields of `SamplingParams` are options, such as temperature=0.8",
+    )
 
 
 def check_kinds(
