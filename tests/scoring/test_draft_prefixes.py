@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from anydecode.engine.plan import Plan
 from anydecode.memory.prefix import BLOCK
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.scoring import sequence_data
+from anydecode.scoring.sequence import TARGET
 from random_worlds import world
 
 #: Drafters by world, and the positions before a row whose states they read.
@@ -57,3 +59,37 @@ def test_drafters_leave_out_nothing_of_a_chat(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(sequence_data, "MAX_COMPUTED_AGAIN", 0)
     twin, num_more = left_out(monkeypatch, name, range(4))
     assert any(count >= BLOCK // 2 for first, count in twin if first) and num_more > num_cached
+
+
+@pytest.mark.parametrize("rule", ["token-exact", "rejection"])
+def test_a_pass_during_which_its_sequence_is_preempted_leaves_no_states(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong twin: the states of the released positions are kept, and the drafter reads them after
+    the restart, when the target's cache begins again with what is in the prefix cache."""
+    prompt, decoder = [97 + i % 7 for i in range(75)], f"eagle:acceptance={rule}"
+    options = {"max_tokens": 20, "seed": 3, "ignore_eos": True, "temperature": 0.8}
+
+    def texts(row: int) -> list[int]:
+        """A text whose sequence is preempted during the pass that computes prompt row `row`."""
+        with world("eagle").open(cache_positions=512, row_budget=24) as llm:
+            request = llm.request(prompt, decoder=decoder, **options)
+            (job,), runner = request.jobs, llm.engine.runners[TARGET]
+            run = runner.run
+
+            def preempting(plan: Plan) -> Any:
+                output = run(plan)
+                length = job.sequence.kv_cache().length
+                if length > row and not llm.engine.num_preemptions:
+                    llm.engine.preempt(job)
+                return output
+
+            monkeypatch.setattr(runner, "run", preempting)
+            llm.start(request, background=False)
+            llm.driver.advance(lambda: request.done)
+            assert llm.engine.num_preemptions == (row < 1000)
+            llm.engine.check_integrity()
+            return request.generation().tokens
+
+    plain = texts(1000)
+    assert [texts(row) for row in (0, 30, 60, 74, 80)] == [plain] * 5

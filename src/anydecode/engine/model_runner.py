@@ -450,9 +450,11 @@ class ModelRunner:
 
     def _observe_states(self, plan: Plan, i: int, output: Output) -> None:
         """Pass the captured states of a span's rows to the sequence's drafters, before the span is
-        completed."""
+        completed, unless its sequence has released the cache during the pass."""
         request, span, _ = plan.scheduled[i]
         draft_states, rows = request.sequence.draft_states, plan.output_rows[i]
+        if not draft_states or span.kv_cache not in request.sequence.kv_caches(self.name):
+            return
         drafts = plan.output_spec.drafts
         drafter = drafts[0].drafter if drafts else None
         if drafter is not None and drafter.known_states is not None and request in self.waiting:
