@@ -6,14 +6,17 @@ import json
 from math import log
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from anydecode import LLM
 from anydecode.benchmarks.draft_priors import (
     DraftRates,
+    Pieces,
     Searching,
     drafter_rounds,
+    means,
     measure,
     prediction_losses,
     saved_by_top_tokens,
@@ -33,6 +36,7 @@ from anydecode.decoders.speculative.draft_sources import (
 )
 from anydecode.kernels.library import load_library
 from anydecode.models.scripted import ByteTokenizer
+from anydecode.results_log import ResultsLog
 
 
 def counts(rates: list[dict[str, object]]) -> list[tuple[object, object]]:
@@ -73,19 +77,62 @@ def test_ranks_are_those_of_the_last_token_alone() -> None:
 def test_texts_of_a_model_are_read() -> None:
     """Without layers, each token depends on the last one only, so that texts repeat themselves."""
     with LLM(tiny_model(residual=0.0), tokenizer=ByteTokenizer()) as llm:
-        rates = measure(llm, [[97, 98], [99]], 80, 0.0)
+        rates = measure(llm, [[97, 98], [99]], 80, 0.0, Pieces())
     assert rates.copies.hits[-1] > 0 and rates.ranks.hits[0] == rates.ranks.tries[0] > 10
 
 
 def test_the_command_prints_the_rates(tmp_path: Path) -> None:
     target = tmp_path / "rates.json"
-    command = ["bench", "draft-priors", "--prompts", "2", "--tokens", "8"]
+    command = ["bench", "draft-priors", "--prompts", "1", "--tokens", "8"]
     result = CliRunner().invoke(app, [*command, "--json", str(target)])
     assert result.exit_code == 0 and "copies, matches from 1 " in result.stdout
+    assert "16 of 16 pieces: " in result.stderr
     found = json.loads(target.read_text())
     assert found["tokens"] == 8
     for name in ("rates", "losses", "rounds", "company", "searches", "saved"):
         assert set(found[name]) == {"0.0", "0.8"}
+
+
+@pytest.mark.slow
+def test_the_command_resumes_with_more_prompts(tmp_path: Path) -> None:
+    target, log = tmp_path / "rates.json", tmp_path / "log"
+    command = ["bench", "draft-priors", "--tokens", "8", "--json", str(target), "--keep", str(log)]
+    CliRunner().invoke(app, [*command, "--prompts", "2"])
+    found, first = json.loads(target.read_text()), log.read_text()
+    CliRunner().invoke(app, [*command, "--prompts", "2"])
+    assert json.loads(target.read_text()) == found and log.read_text() == first
+    result = CliRunner().invoke(app, [*command, "--prompts", "3"])
+    assert json.loads(target.read_text())["prompts"] == 3 and "48 of 48 pieces" in result.stderr
+    assert log.read_text().startswith(first) and log.read_text().count("\n") == 1 + 48
+
+
+def test_pieces_of_a_log_are_not_run_again(tmp_path: Path) -> None:
+    """A run that ends at its third piece is resumed there; the settings are those of the log."""
+    file, ran = tmp_path / "log", list[int]()
+
+    def run(given: int) -> list[int]:
+        if given == 3:
+            raise KeyboardInterrupt
+        ran.append(given)
+        return [2 * given]
+
+    with pytest.raises(KeyboardInterrupt):
+        Pieces(ResultsLog(file, {"seed": 7})).run("a", 0.0, [1, 2, 3], run)
+    pieces = Pieces(ResultsLog(file, {"seed": 7}))
+    assert pieces.run("a", 0.0, [1, 2, 4], run) == [[2], [4], [8]] and ran == [1, 2, 4]
+    assert pieces.run("b", 0.0, [1], run) == pieces.run("a", 0.8, [1], run) == [[2]]
+    assert ran == [1, 2, 4, 1, 1]
+    result = CliRunner().invoke(app, ["bench", "draft-priors", "--keep", str(file)])
+    assert "it has results of other settings" in str(result.exception).replace(str(file), "it")
+
+
+def test_means_have_the_errors_of_prompts() -> None:
+    """Of two prompts with 1 of 2 and 3 of 4: the mean is 2 / 3, and the residuals are a third."""
+    found = means(np.array([[1, 0], [3, 0]]), np.array([[2, 0], [4, 0]]), ["share", "nothing"])
+    assert found["share"] == pytest.approx(2 / 3) and found["nothing"] is None
+    error = (2 * 2 * (1 / 3) ** 2) ** 0.5 / 6
+    assert found["errors"] == {"share": pytest.approx(error), "nothing": None}
+    assert means(np.array([[1]]), np.array([[2]]), ["share"])["errors"] == {"share": None}
 
 
 def test_losses_are_those_of_rates_known_before() -> None:
@@ -107,7 +154,7 @@ def test_rarer_searches_take_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> Non
     prompts = [list(b"one two three one two three one"), [97, 98]]
     with tiny_llm() as llm:
         llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
-        found = searches(llm, prompts, 64, 0.8)
+        found = searches(llm, prompts, 64, 0.8, Pieces())
         calls = [one["calls"] for one in found.values()]
         assert calls[0] == max(calls) and calls[-1] < 0.5 * calls[0]
         assert found["1"]["calls"] == pytest.approx(found["1"]["passes"])
@@ -118,7 +165,7 @@ def test_rarer_searches_take_fewer_calls(monkeypatch: pytest.MonkeyPatch) -> Non
             return Auto.max_multi_step(self, is_greedy)
 
         monkeypatch.setattr(Searching, "max_multi_step", by_default)
-        calls = [one["calls"] for one in searches(llm, prompts, 64, 0.8).values()]
+        calls = [one["calls"] for one in searches(llm, prompts, 64, 0.8, Pieces()).values()]
         assert calls[-1] > 0.5 * calls[0]
 
 
@@ -126,11 +173,12 @@ def test_rounds_of_a_drafter_are_those_of_auto(monkeypatch: pytest.MonkeyPatch) 
     """The first round of each answer, in which the drafter reads the text, does not count."""
     monkeypatch.setattr(ModelSource, "expected", lambda *_: DraftRecord(2.0, 1.9, 1e-9, 1e-9))
     with tiny_llm(draft=tiny_model()) as llm:
-        found = drafter_rounds(llm, [[97, 98], [99]], 64, 0.0)
+        found = drafter_rounds(llm, [[97, 98], [99]], 64, 0.0, Pieces())
     assert found["rounds"] > 4 and 0 < found["accepted"] <= found["drafts"]
     assert found["seconds"] == pytest.approx(found["drafts"] * found["seconds_per_draft"])
     with tiny_llm() as llm:
-        assert drafter_rounds(llm, [[97, 98]], 16, 0.0)["rounds"] == 0
+        found = drafter_rounds(llm, [[97, 98]], 16, 0.0, Pieces())
+    assert found["rounds"] == 0 and found["drafts"] is found["errors"]["drafts"] is None
 
 
 @pytest.mark.skipif(load_library() is None, reason="needs the native kernels")
@@ -138,13 +186,13 @@ def test_drafts_in_company_are_those_of_bursts_that_all_ask_for_some() -> None:
     prompts = [list(b"one two three one two three one"), [97, 98], [99], list(b"tick tock tick")]
     with tiny_llm() as llm:
         llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * (1 + 0.002 * rows), llm)
-        found = shared_bursts(llm, [*prompts, [100]], 64, 0.0)
+        found = shared_bursts(llm, [*prompts, [100]], 64, 0.0, Pieces())
         assert found["passes"] > 40 and 0 < found["share"] <= 1
         assert 0 < found["accepted"] <= found["drafts"]
         # No draft saves time where every row costs a pass, and a single prompt makes no group.
         llm.cost_model = BatchCosts(lambda rows, _: 8e-3 * rows, llm)
-        assert shared_bursts(llm, prompts, 16, 0.0)["passes"] == 0
-        assert shared_bursts(llm, prompts[:3], 16, 0.0)["passes"] == 0
+        assert shared_bursts(llm, prompts, 16, 0.0, Pieces())["passes"] == 0
+        assert shared_bursts(llm, prompts[:3], 16, 0.0, Pieces())["passes"] == 0
 
 
 def test_recording_top_tokens_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +202,7 @@ def test_recording_top_tokens_saves_passes(monkeypatch: pytest.MonkeyPatch) -> N
     prompts, passes = [[97, 98], [99]], {}
     with LLM(tiny_model(residual=0.0), tokenizer=ByteTokenizer()) as llm:
         llm.cost_model = FixedCosts(lambda rows, _: 1000.0 + rows)
-        found = saved_by_top_tokens(llm, prompts, 64, 0.8)
+        found = saved_by_top_tokens(llm, prompts, 64, 0.8, Pieces())
         for seconds in (0.0, 1e9):
             decoder, passes[seconds] = Auto(max_model_drafts=0), 0
             decoder.call_seconds, decoder.num_calls = seconds, 1
@@ -165,4 +213,4 @@ def test_recording_top_tokens_saves_passes(monkeypatch: pytest.MonkeyPatch) -> N
                     prompt, decoder=decoder, max_tokens=64, temperature=0.8, seed=1
                 )
                 passes[seconds] += answer.stats.passes
-    assert found == 1 - passes[0.0] / passes[1e9] > 0
+    assert found["share"] == pytest.approx(1 - passes[0.0] / passes[1e9]) and found["share"] > 0

@@ -8,14 +8,18 @@ writes itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from math import inf, log
-from typing import Annotated, Any
+from functools import partial
+from math import inf, isnan, log, nan
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
 
 from anydecode.api.llm import LLM
+from anydecode.benchmarks.lm_eval_bench import mean_and_error
 from anydecode.decoders.framework.ngram_index import NgramIndex
 from anydecode.decoders.speculative.auto import Auto
 from anydecode.decoders.speculative.draft_sources import (
@@ -29,9 +33,14 @@ from anydecode.decoders.speculative.draft_sources import (
 from anydecode.decoders.speculative.match_cursor import NGRAM_SIZES, MatchCursor
 from anydecode.decoders.speculative.successors import NUM_SUCCESSORS, Successors
 from anydecode.errors import InvalidRequestError
+from anydecode.progress import Progress, note, progress
 from anydecode.report import JsonFile, write_report
+from anydecode.results_log import ResultsLog
 from anydecode.scoring.sequence import DRAFT, Sequence
 from anydecode.training.generated import generate_prompts
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 #: The ranks of token recycling's matrix.
 NUM_RANKS = 8
@@ -118,21 +127,95 @@ class DraftRates:
         }
 
 
-def measure(llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float) -> DraftRates:
+class Pieces:
+    """The pieces of a run, each of one prompt or group of prompts; those that a log has are not run
+    again.
+
+    Args:
+        results_log: Where pieces are recorded.
+        bar: Shows how many are done.
+    """
+
+    def __init__(self, results_log: ResultsLog | None = None, bar: Progress | None = None) -> None:
+        self._log, self._bar = results_log, bar
+        self._logged = {} if results_log is None else dict(results_log.read(_logged_piece))
+
+    def run(
+        self, part: str, temperature: float, inputs: Seq[Given], run: Callable[[Given], Result]
+    ) -> list[Result]:
+        """The results of a measurement.
+
+        Args:
+            part: Its name.
+            temperature: The temperature of its texts.
+            inputs: A prompt or group of prompts for each piece.
+            run: Runs a piece; returns a JSON value.
+        """
+        results = []
+        for index, given in enumerate(inputs):
+            key = part, temperature, index
+            is_logged = key in self._logged
+            if not is_logged:
+                if self._bar is not None:
+                    self._bar.update(self._bar.done, step=f"{part}, T={temperature}")
+                self._logged[key] = run(given)
+                if self._log is not None:
+                    self._log.write([*key, self._logged[key]])
+            if self._bar is not None:
+                self._bar.advance(skipped=is_logged)
+            results.append(self._logged[key])
+        return results
+
+
+def _logged_piece(entry: Any) -> tuple[tuple[str, float, int], Any]:
+    return (entry[0], entry[1], entry[2]), entry[3]
+
+
+def num_pieces(num_prompts: int, has_drafter: bool) -> int:
+    """The number of pieces of a run."""
+    per_prompt = 1 + has_drafter + len(LIMITS) + 1  # rates, rounds, searches, passes saved
+    return len(TEMPERATURES) * (per_prompt * num_prompts + num_prompts // TOGETHER)
+
+
+def means(sums: np.ndarray, weights: np.ndarray, names: Seq[str]) -> dict[str, Any]:
+    """Means over prompts, None if nothing was counted, and under "errors" their standard errors,
+    None for one prompt.
+
+    Args:
+        sums: The sums of each quantity for each prompt, `[prompts, quantities]`.
+        weights: What each is divided by, `[prompts, quantities]`.
+        names: The names of the quantities.
+    """
+    found: dict[str, Any] = {}
+    errors: dict[str, float | None] = {}
+    for name, values, counts in zip(names, sums.T, weights.T, strict=True):
+        found[name], error = mean_and_error(values, counts) if counts.any() else (None, nan)
+        errors[name] = None if isnan(error) else error
+    return {**found, "errors": errors}
+
+
+def measure(
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float, pieces: Pieces
+) -> DraftRates:
     """The rates over answers of up to `tokens` tokens."""
-    answers = llm.generate(
-        [list(prompt) for prompt in prompts],
-        decoder="autoregressive",
-        max_tokens=tokens,
-        temperature=temperature,
-        seed=1,
-        logprobs=NUM_RANKS,
-    )
-    rates = DraftRates()
-    for prompt, answer in zip(prompts, answers, strict=True):
+
+    def run(prompt: list[int]) -> tuple[list[int], list[list[int]]]:
+        answer = llm.generate(
+            list(prompt),
+            decoder="autoregressive",
+            max_tokens=tokens,
+            temperature=temperature,
+            seed=1,
+            logprobs=NUM_RANKS,
+        )
         found = answer.logprobs or []
         top = [[one for one, _ in row.top] if row is not None else [] for row in found]
-        rates.read(prompt, answer.tokens, top)
+        return answer.tokens, top
+
+    rates = DraftRates()
+    answers = pieces.run("rates", temperature, prompts, run)
+    for prompt, (answer, top) in zip(prompts, answers, strict=True):
+        rates.read(prompt, answer, top)
     return rates
 
 
@@ -151,14 +234,14 @@ def prediction_losses(copied: Seq[tuple[int, bool]], is_greedy: bool) -> dict[st
 
 
 def drafter_rounds(
-    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
-) -> dict[str, float]:
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float, pieces: Pieces
+) -> dict[str, Any]:
     """What rounds with drafts of the model's drafter bring where `auto` drafts with it: the means
     of the verified drafts, of the accepted ones, and of the time of drafting and of one draft, in
     passes over one row. Drafters and caches are cleared before each prompt, whose first round, in
     which the drafter reads the text, does not count."""
-    rows, accepted, seconds = [], [], []
-    for prompt in prompts:
+
+    def run(prompt: list[int]) -> list[float]:
         llm.clear()
         answer = llm.generate(
             list(prompt),
@@ -169,18 +252,21 @@ def drafter_rounds(
             trace=True,
         )
         pass_seconds = llm.cost_model.seconds(1, len(prompt) + tokens // 2)
-        rounds = [step for step in answer.trace or () if "model" in (step["sources"] or ())]
-        for step in rounds[1:]:
-            rows.append(len(step["drafted"]))
-            accepted.append(len(step["accepted"]))
-            seconds.append(step["draft_seconds"] / pass_seconds)
-    count = max(1, len(rows))
+        rounds = [step for step in answer.trace or () if "model" in (step["sources"] or ())][1:]
+        return [
+            len(rounds),
+            sum(len(step["drafted"]) for step in rounds),
+            sum(len(step["accepted"]) for step in rounds),
+            sum(step["draft_seconds"] / pass_seconds for step in rounds),
+        ]
+
+    sums: np.ndarray = np.array(pieces.run("rounds of the drafter", temperature, prompts, run))
+    rounds, drafts, _, seconds = sums.T
+    weights = np.stack([rounds, rounds, rounds, drafts], 1)
+    names = ("drafts", "accepted", "seconds", "seconds_per_draft")
     return {
-        "rounds": len(rows),
-        "drafts": sum(rows) / count,
-        "accepted": sum(accepted) / count,
-        "seconds": sum(seconds) / count,
-        "seconds_per_draft": sum(seconds) / max(1, sum(rows)),
+        "rounds": int(rounds.sum()),
+        **means(np.column_stack([sums[:, 1:], seconds]), weights, names),
     }
 
 
@@ -202,24 +288,27 @@ class _Bursts(Auto):
 
 
 def saved_by_top_tokens(
-    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
-) -> float:
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float, pieces: Pieces
+) -> dict[str, Any]:
     """The share of passes that `auto` without a drafter saves by calls of one pass, which record
     the model's top tokens and verify trees, of those with several passes per call. Decoders and
     caches are cleared before each prompt."""
-    counts = []
-    for decoder in (_SinglePasses(max_model_drafts=0), _Bursts(max_model_drafts=0)):
-        total = 0
-        for prompt in prompts:
+    decoders = (_SinglePasses(max_model_drafts=0), _Bursts(max_model_drafts=0))
+
+    def run(prompt: list[int]) -> list[int]:
+        counts = []
+        for decoder in decoders:
             llm.clear()
             decoder.clear()
             answer = llm.generate(
                 list(prompt), decoder=decoder, max_tokens=tokens, temperature=temperature, seed=1
             )
-            total += answer.stats.passes
-        counts.append(total)
-    single, several = counts
-    return 1 - single / several
+            counts.append(answer.stats.passes)
+        return counts
+
+    counts = pieces.run("passes saved by top tokens", temperature, prompts, run)
+    single, several = np.array(counts).T[:, :, None]
+    return means(several - single, several, ["share"])
 
 
 class Searching(Auto):
@@ -245,40 +334,41 @@ class Searching(Auto):
 
 
 def searches(
-    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
-) -> dict[str, dict[str, float]]:
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float, pieces: Pieces
+) -> dict[str, dict[str, Any]]:
     """What `auto` without a drafter takes where it searches for drafts itself, by the maximum
     number of tokens between two searches: passes and calls of the kernels per token, the time of
     both in passes over one row, and the share of the tokens' passes that have a draft. Decoders and
     caches are cleared before each prompt."""
-    found = {}
     costs = llm.cost_model
+
+    def run(decoder: Searching, prompt: list[int]) -> list[float]:
+        llm.clear()
+        decoder.clear()
+        decoder.num_bursts = 0
+        answer = llm.generate(
+            list(prompt),
+            decoder=decoder,
+            max_tokens=tokens,
+            temperature=temperature,
+            seed=1,
+            trace=True,
+        )
+        passes = answer.stats.passes
+        host = costs.host_seconds(1) / costs.seconds(1, len(prompt) + tokens // 2)
+        steps = [len(step["drafted"]) > 0 for step in answer.trace or ()]
+        calls = 1 + sum(steps) + decoder.num_bursts  # one for the prompt
+        seconds = passes - (passes - calls) * host
+        return [passes, calls, seconds, sum(steps), answer.stats.num_tokens, len(steps)]
+
+    found = {}
     for limit in LIMITS:
-        decoder, passes, calls, seconds, num_tokens = Searching(limit), 0, 0, 0.0, 0
-        num_bursts = 0
-        drafted: list[bool] = []
-        for prompt in prompts:
-            llm.clear()
-            decoder.clear()
-            answer = llm.generate(
-                list(prompt),
-                decoder=decoder,
-                max_tokens=tokens,
-                temperature=temperature,
-                seed=1,
-                trace=True,
-            )
-            host = costs.host_seconds(1) / costs.seconds(1, len(prompt) + tokens // 2)
-            steps = [len(step["drafted"]) > 0 for step in answer.trace or ()]
-            num_calls = 1 + sum(steps) + decoder.num_bursts - num_bursts  # one for the prompt
-            num_bursts = decoder.num_bursts
-            passes, calls = passes + answer.stats.passes, calls + num_calls
-            seconds += answer.stats.passes - (answer.stats.passes - num_calls) * host
-            num_tokens += answer.stats.num_tokens
-            drafted += steps
-        totals = {"passes": passes, "calls": calls, "time": seconds}
-        found[str(limit)] = {name: total / num_tokens for name, total in totals.items()}
-        found[str(limit)]["drafted"] = sum(drafted) / len(drafted)
+        part = f"searches, up to {limit} tokens between them"
+        sums: np.ndarray = np.array(
+            pieces.run(part, temperature, prompts, partial(run, Searching(limit)))
+        )
+        weights = sums[:, [4, 4, 4, 5]]  # tokens; of those with a draft: steps
+        found[str(limit)] = means(sums[:, :4], weights, ("passes", "calls", "time", "drafted"))
     return found
 
 
@@ -302,28 +392,33 @@ class _EveryBurst(SharedDrafts):
 
 
 def shared_bursts(
-    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float
-) -> dict[str, float]:
+    llm: LLM, prompts: Seq[list[int]], tokens: int, temperature: float, pieces: Pieces
+) -> dict[str, Any]:
     """What drafts within bursts in company bring where `auto` asks for some in every burst: the
     number of a sequence's passes, the share of them with a useful draft, and the means of its
     tokens and of the accepted ones. `TOGETHER` prompts are answered together; decoders and caches
     are cleared before each group."""
-    counts = np.zeros(4, np.int64)
     decoder = Auto(max_model_drafts=0)
-    for first in range(0, len(prompts) - TOGETHER + 1, TOGETHER):
+
+    def run(group: Seq[list[int]]) -> list[int]:
         llm.clear()
         decoder.clear()
-        found = {greedy: _EveryBurst(*prior) for greedy, prior in SHARED_PRIORS.items()}
-        decoder.shared_drafts = dict(found)
-        group = [list(prompt) for prompt in prompts[first : first + TOGETHER]]
-        llm.generate(group, decoder=decoder, max_tokens=tokens, temperature=temperature, seed=1)
-        counts += found[temperature == 0].counts
-    passes, drafted, drafts, accepted = counts.tolist()
+        bursts = {greedy: _EveryBurst(*prior) for greedy, prior in SHARED_PRIORS.items()}
+        decoder.shared_drafts = dict(bursts)
+        texts = [list(prompt) for prompt in group]
+        llm.generate(texts, decoder=decoder, max_tokens=tokens, temperature=temperature, seed=1)
+        counts: list[int] = bursts[temperature == 0].counts.tolist()
+        return counts
+
+    starts = range(0, len(prompts) - TOGETHER + 1, TOGETHER)
+    groups = [prompts[start : start + TOGETHER] for start in starts]
+    found = pieces.run(f"{TOGETHER} answers together", temperature, groups, run)
+    counts: np.ndarray = np.array(found).reshape(-1, 4)
+    passes, drafted = counts[:, 0], counts[:, 1]
+    weights = np.stack([passes, drafted, drafted], 1)
     return {
-        "passes": passes,
-        "share": drafted / max(1, passes),
-        "drafts": drafts / max(1, drafted),
-        "accepted": accepted / max(1, drafted),
+        "passes": int(passes.sum()),
+        **means(counts[:, 1:], weights, ("share", "drafts", "accepted")),
     }
 
 
@@ -350,17 +445,20 @@ def show(result: dict[str, Any]) -> None:
                 cells.append(f"{rate:>7} {one['drafts']:>7}")
             print(f"{name:40} {'  '.join(cells)}")
     for temperature, found in result["rounds"].items():
-        print(
-            f"T={temperature}: {found['rounds']} rounds with drafts of its drafter, each of"
-            f" {found['drafts']:.2f} drafts, {found['accepted']:.2f} of them accepted; drafting"
-            f" takes {found['seconds']:.2f} passes, {found['seconds_per_draft']:.3f} per draft"
-        )
+        if found["rounds"]:
+            print(
+                f"T={temperature}: {found['rounds']} rounds with drafts of its drafter, each of"
+                f" {_figure(found, 'drafts')} drafts, {_figure(found, 'accepted')} of them"
+                f" accepted; drafting takes {_figure(found, 'seconds')} passes,"
+                f" {_figure(found, 'seconds_per_draft')} per draft"
+            )
     for temperature, found in result["company"].items():
-        print(
-            f"T={temperature}: {TOGETHER} answers together: {found['share']:.3f} of"
-            f" {found['passes']} passes of an answer have a useful draft, of {found['drafts']:.2f}"
-            f" tokens, {found['accepted']:.2f} of them accepted"
-        )
+        if found["passes"]:
+            print(
+                f"T={temperature}: {TOGETHER} answers together: {_figure(found, 'share')} of"
+                f" {found['passes']} passes of an answer have a useful draft, of"
+                f" {_figure(found, 'drafts')} tokens, {_figure(found, 'accepted')} of them accepted"
+            )
     for temperature, losses in result["losses"].items():
         values = ", ".join(f"{name}: {loss:.4f}" for name, loss in losses.items())
         print(
@@ -369,12 +467,22 @@ def show(result: dict[str, Any]) -> None:
     for temperature, limits in result["searches"].items():
         for limit, one in limits.items():
             print(
-                f"T={temperature}: up to {limit} tokens between searches: {one['drafted']:.3f} of"
-                f" the passes have a draft; per token {one['passes']:.3f} passes in"
-                f" {one['calls']:.3f} calls, which take {one['time']:.3f} passes"
+                f"T={temperature}: up to {limit} tokens between searches: {_figure(one, 'drafted')}"
+                f" of the passes have a draft; per token {_figure(one, 'passes')} passes in"
+                f" {_figure(one, 'calls')} calls, which take {_figure(one, 'time')} passes"
             )
-    for temperature, share in result["saved"].items():
-        print(f"T={temperature}: recording top tokens saves {100 * share:.1f}% of the passes")
+    for temperature, saved in result["saved"].items():
+        print(
+            f"T={temperature}: recording top tokens saves {_figure(saved, 'share')} of the passes"
+        )
+
+
+def _figure(found: dict[str, Any], name: str) -> str:
+    """A mean and its standard error, if there is one."""
+    mean, error = found[name], found["errors"][name]
+    if mean is None:
+        return "-"
+    return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
 
 
 def bench_draft_priors(
@@ -386,6 +494,14 @@ def bench_draft_priors(
     ] = 96,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of each answer.")] = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the prompts.")] = 7,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            help="Record the results of each prompt here; a later run resumes from it, with more"
+            " --prompts too.",
+        ),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Acceptance rates of drafts that need no model: copies by the length of the match, and the
@@ -393,33 +509,43 @@ def bench_draft_priors(
     of the model's drafter bring, if it has one, and drafts in company; how well the rates of copies
     predict; how often there is a draft, and what rarer searches for one take; and the passes that
     recording the most probable tokens saves. The model writes its prompts itself, every fourth of
-    many lines.
+    many lines. Errors are standard errors of the means over prompts.
 
-    Example: anydecode bench draft-priors --prompts 16
+    Example: anydecode bench draft-priors --prompts 16 --keep priors.jsonl
     """
+    settings = {"model": model, "tokens": tokens, "seed": seed}
+    results_log = None if keep is None else ResultsLog(keep, settings)
     with LLM(model) as llm:
+        note(f"{model} writes {prompts} prompts")
         texts = generate_prompts(llm, prompts, seed, has_long=True)
         if not texts:
             raise InvalidRequestError("the model wrote no prompt; give more --prompts")
-        found = {one: measure(llm, texts, tokens, one) for one in TEMPERATURES}
-        result = {
-            "model": llm.model.name,
-            "prompts": len(texts),
-            "tokens": tokens,
-            "seed": seed,
-            "rates": {str(one): rates.summary() for one, rates in found.items()},
-            "losses": {
-                str(one): prediction_losses(rates.copied, one == 0) for one, rates in found.items()
-            },
-            "rounds": {
-                str(one): drafter_rounds(llm, texts, tokens, one)
-                for one in TEMPERATURES
-                if DRAFT in llm.engine.runners
-            },
-            "company": {str(one): shared_bursts(llm, texts, tokens, one) for one in TEMPERATURES},
-            "searches": {str(one): searches(llm, texts, tokens, one) for one in TEMPERATURES},
-            "saved": {
-                str(one): saved_by_top_tokens(llm, texts, tokens, one) for one in TEMPERATURES
-            },
-        }
+        has_drafter = DRAFT in llm.engine.runners
+        with progress("pieces", num_pieces(len(texts), has_drafter)) as bar:
+            pieces = Pieces(results_log, bar)
+            found = {one: measure(llm, texts, tokens, one, pieces) for one in TEMPERATURES}
+            result = {
+                "model": llm.model.name,
+                "prompts": len(texts),
+                "tokens": tokens,
+                "seed": seed,
+                "rates": {str(one): rates.summary() for one, rates in found.items()},
+                "losses": {
+                    str(one): prediction_losses(rates.copied, one == 0)
+                    for one, rates in found.items()
+                },
+            }
+            measurements = {
+                "rounds": drafter_rounds,
+                "company": shared_bursts,
+                "saved": saved_by_top_tokens,
+                "searches": searches,
+            }
+            for name, measurement in measurements.items():
+                is_possible = has_drafter or measurement is not drafter_rounds
+                result[name] = {
+                    str(one): measurement(llm, texts, tokens, one, pieces)
+                    for one in TEMPERATURES
+                    if is_possible
+                }
     write_report(result, json_file, lambda: show(result))
