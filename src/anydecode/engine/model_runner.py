@@ -453,14 +453,16 @@ class ModelRunner:
         completed, unless its sequence has released the cache during the pass."""
         request, span, _ = plan.scheduled[i]
         draft_states, rows = request.sequence.draft_states, plan.output_rows[i]
-        if not draft_states or span.kv_cache not in request.sequence.kv_caches(self.name):
-            return
         drafts = plan.output_spec.drafts
         drafter = drafts[0].drafter if drafts else None
         if drafter is not None and drafter.known_states is not None and request in self.waiting:
             for states in draft_states.values():
                 if states.chains is drafter.chains:
                     states.keep(drafter.first, drafter.num_read, drafter.known_states)
+            return
+        own = draft_states.get(self.name)
+        is_read = i in plan.states or (own is not None and own.has_own and rows)
+        if not is_read or span.kv_cache not in request.sequence.kv_caches(self.name):
             return
         if i in plan.states:
             first, slices = plan.states[i]
@@ -469,9 +471,7 @@ class ModelRunner:
             for states in draft_states.values():
                 if parts.keys() >= set(states.layers):
                     states.observe_target(span, first, [parts[layer] for layer in states.layers])
-            return
-        own = draft_states.get(self.name)
-        if own is not None and own.has_own and rows:
+        elif own is not None:
             depth = self.model.spec.num_layers
             own.observe_draft(span, rows, to_host(output.hidden[depth][plan.captured[depth][i]]))
 
