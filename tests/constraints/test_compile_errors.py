@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from anydecode.benchmarks.constrained_bench import walk  # noqa: E402
 from anydecode.constraints.languages import Grammar, Regex  # noqa: E402
 from anydecode.errors import ConstraintError  # noqa: E402
 from anydecode.models.scripted import ByteTokenizer  # noqa: E402
@@ -51,3 +52,11 @@ def test_the_error_of_a_panic_has_no_backtrace() -> None:
         "llguidance cannot use this constraint: assertion failed: !state.has_lowest_match(); write"
         " it differently"
     )
+
+
+def test_too_many_optional_parts_are_named_as_the_cause() -> None:
+    parts = " ".join(['("<" /[0-9]/ ">")?'] * 2500)
+    with pytest.raises(ConstraintError) as failure:
+        walk(Grammar(f"start: {parts}"), ByteTokenizer(), "<1>")
+    error = str(failure.value)
+    assert error.startswith("the constraint allows too many alternatives at this place of the text")

@@ -11,6 +11,8 @@ _PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+\nerror: (.*)")
 #: A line of the grammar that is quoted below an error, and a mark below one.
 _QUOTED = re.compile(r"^(?: *\d+ \| .*| +\^+)$", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+#: Too many alternatives for one mask.
+_TOO_MANY_ITEMS = re.compile(r"Current row has \d+ items|Too many items \(limit")
 #: Longest part of a pattern before and behind the place of an error, in characters.
 _CONTEXT = 40
 
@@ -30,6 +32,11 @@ def compile_error(error: object) -> str:
         return (
             "the constraint is too large to be compiled: make the repetitions in its patterns"
             " smaller or its alternatives fewer"
+        )
+    if _TOO_MANY_ITEMS.search(text):
+        return (
+            "the constraint allows too many alternatives at this place of the text for a mask to be"
+            " computed: make its alternatives or optional parts fewer"
         )
     place = r"the grammar is not valid at line \1, column \2: "
     return one_line(_PLACE.sub(place, _QUOTED.sub("", text)))

@@ -12,13 +12,14 @@ from typing import Any
 import jsonschema_rs
 
 from anydecode.constraints.byte_cache import ByteCache, text_bytes
-from anydecode.constraints.json.held_values import HeldValues, escaped, local_pointer, value_type
+from anydecode.constraints.json.held_values import HeldValues, local_pointer, value_type
 from anydecode.constraints.json.relaxing import (
     FORMATS,
     INEXACT_FORMATS,
     is_format,
     is_pattern,
     is_unmasked,
+    pointer_part,
     subschemas,
 )
 from anydecode.constraints.patterns import abbreviated, pattern_options
@@ -253,7 +254,7 @@ class Validator:
         if isinstance(key, str):
             properties = node.get("properties", {})
             if isinstance(properties, dict) and key in properties:
-                yield f"{pointer}/properties/{escaped(key)}"
+                yield f"{pointer}/properties/{pointer_part(key)}"
             elif "patternProperties" not in node and "additionalProperties" in node:
                 yield f"{pointer}/additionalProperties"
             return

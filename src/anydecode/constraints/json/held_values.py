@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from anydecode.constraints.json.relaxing import subschemas
+from anydecode.constraints.json.relaxing import pointer_part, subschemas
+from anydecode.constraints.json.wide_objects import is_wide
 
 #: The type of a JSON value by its first byte.
 _TYPES = {ord("{"): "object", ord("["): "array", ord('"'): "string", ord("n"): "null"}
@@ -49,6 +50,7 @@ def countable_properties(schema: Any) -> Iterator[str]:
         required = node.get("required")
         num_required = len(required) if isinstance(required, list) else 0
         is_open = node.get("additionalProperties") is not False or node.get("patternProperties")
+        is_open = is_open or is_wide(node)
         if is_open and _number(node.get("minProperties")) > num_required + 1:
             yield f"minProperties at {path}"
 
@@ -176,17 +178,12 @@ def _children(path: str, node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in node.items():
         if key in _DEFINITIONS:
             continue
-        subpath = f"{path}/{escaped(key)}"
+        subpath = f"{path}/{pointer_part(key)}"
         if isinstance(value, dict):
             yield key, subpath
-            yield from ((key, f"{subpath}/{escaped(name)}") for name in value)
+            yield from ((key, f"{subpath}/{pointer_part(name)}") for name in value)
         elif isinstance(value, list):
             yield from ((key, f"{subpath}/{i}") for i in range(len(value)))
-
-
-def escaped(key: str) -> str:
-    """A property name as part of a JSON pointer."""
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _type_names(types: Any) -> set[str]:

@@ -46,6 +46,7 @@ from anydecode.constraints.json.relaxing import (
     without_formats,
 )
 from anydecode.constraints.json.termination import cannot_terminate
+from anydecode.constraints.json.wide_objects import with_grouped_properties
 from anydecode.constraints.languages import ENGINES
 from anydecode.errors import ConstraintError, one_line
 from anydecode.models.tokenizer import Tokenizer
@@ -435,6 +436,7 @@ class JsonSchema(CompletedConstraint):
             options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
         else:
             options["whitespace_pattern"] = self.whitespace
+        schema = with_grouped_properties(schema)
         text = json.dumps({} if schema is True else {"not": {}} if schema is False else schema)
         try:
             grammar: str = library().LLMatcher.grammar_from_json_schema(text, overrides=options)

@@ -36,6 +36,10 @@ ASSERTING = UNMASKED | {
     "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties",
 }  # fmt: skip
+#: Keywords that forbid nothing.
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "$schema", "$id", "id", "$comment"}
+)
 #: Keywords removed only if the engine rejects the schema without `UNMASKED`.
 _BOUNDS = frozenset(
     {
@@ -98,13 +102,13 @@ def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, An
             continue
         yield node_path, node
         for key, value in node.items():
-            subpath = f"{node_path}/{_escaped(key)}"
+            subpath = f"{node_path}/{pointer_part(key)}"
             if key in _DATA_KEYWORDS:
                 continue
             if key in _NAMED_SUBSCHEMAS or key in ("dependentSchemas", "dependencies"):
                 if isinstance(value, dict):
                     stack += [
-                        (f"{subpath}/{_escaped(name)}", subschema)
+                        (f"{subpath}/{pointer_part(name)}", subschema)
                         for name, subschema in value.items()
                     ]
             elif isinstance(value, list):
@@ -213,7 +217,7 @@ def _node(schema: Any, path: str, level: int, dropped: list[str]) -> Any:
         elif key in _DATA_KEYWORDS:
             result[key] = value
         else:
-            result[key] = _members(key, value, f"{path}/{_escaped(key)}", level, dropped)
+            result[key] = _members(key, value, f"{path}/{pointer_part(key)}", level, dropped)
     return result
 
 
@@ -221,13 +225,15 @@ def _members(key: str, value: Any, path: str, level: int, dropped: list[str]) ->
     """`value` of keyword `key` with its subschemas relaxed."""
 
     def visit(name: Any, subschema: Any) -> Any:
-        subpath = path if name is None else f"{path}/{_escaped(str(name))}"
+        subpath = path if name is None else f"{path}/{pointer_part(str(name))}"
         return _node(subschema, subpath, level, dropped)
 
     members = _map_subschemas(key, value, visit)
     if key == "patternProperties" and isinstance(value, dict):
         unsupported = [pattern for pattern in value if not is_pattern(pattern)]
-        dropped += [f"patternProperties at {path}/{_escaped(pattern)}" for pattern in unsupported]
+        dropped += [
+            f"patternProperties at {path}/{pointer_part(pattern)}" for pattern in unsupported
+        ]
         return {name: subschema for name, subschema in members.items() if name not in unsupported}
     return members
 
@@ -287,20 +293,11 @@ def unknown_formats(schema: Any) -> list[str]:
 
 
 def _asserting(node: dict[str, Any]) -> list[str]:
-    annotations = {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$schema",
-        "$id",
-        "id",
-        "$comment",
-    }
-    return [key for key in node if key not in annotations | {"$defs", "definitions"}]
+    return [key for key in node if key not in ANNOTATIONS | {"$defs", "definitions"}]
 
 
-def _escaped(key: str) -> str:
+def pointer_part(key: str) -> str:
+    """`key` as a part of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
