@@ -253,8 +253,8 @@ def test_a_model_without_a_chat_template_continues_the_questions(
     _questions(tmp_path)
     file = tmp_path / "out.json"
     bench.bench_speculative(
-        [tmp_path], "auto", "tiny-autoregressive", None, threads=1, tokens=4, limit=1,
-        temperatures="0", company="2", json_file=file,
+        [tmp_path], "auto,suffix", "tiny-autoregressive", ["self:int4"], threads=1, tokens=4,
+        limit=1, temperatures="0", company="2", json_file=file,
     )  # fmt: skip
     report = json.loads(file.read_text())
     assert all(one["same_text"] for one in report["runs"])
@@ -262,7 +262,9 @@ def test_a_model_without_a_chat_template_continues_the_questions(
     with LLM("tiny-autoregressive") as llm:
         expected = digest(llm.generate(text, max_tokens=4, decoder=PLAIN).tokens)
     assert report["runs"][0]["digest"] == expected
-    capsys.readouterr()
+    names = ["tiny-autoregressive (int4)"]
+    assert report["draft_models"] == {PLAIN: [], "auto": names, "suffix": []}
+    assert "auto: draft model tiny-autoregressive (int4)\n" in capsys.readouterr().out
 
 
 def test_a_method_that_does_not_fit_is_refused_before_anything_is_timed(

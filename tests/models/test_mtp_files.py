@@ -428,6 +428,7 @@ def test_a_module_is_found_in_the_folder_of_its_model(
             plain = llm.generate([5, 6, 7], decoder="autoregressive", **options)
             drafted = llm.generate([5, 6, 7], decoder="mtp", trace=True, **options)
             assert llm.engine.runners["draft"].model.spec.architecture == "MTP"
+            assert drafted.draft_models == [f"{llm.model.name} (MTP)"]
         assert drafted.tokens == plain.tokens
         drafts.append([event["drafted"] for event in drafted.trace or ()])
     assert drafts[0] == drafts[1] and any(drafts[0])

@@ -61,10 +61,15 @@ def test_auto_drafts_with_it_and_the_text_is_that_of_plain_decoding(
 
 def test_it_is_opened_for_its_model_alone(llm: LLM, default_model_path: Path) -> None:
     assert "draft" in llm.engine.runners
+    answer = llm.generate("a", decoder="auto", max_tokens=1)
+    assert answer.draft_models == ["smollm2-135m-instruct (shipped)"]
+    assert llm.generate("a", decoder="prompt-lookup", max_tokens=1).draft_models == []
     with LLM(default_model_path, draft="none", cache_positions=64) as without:
         assert "draft" not in without.engine.runners
     with LLM(default_model_path, draft="self:int8", cache_positions=64) as other:
         assert other.engine.runners["draft"].model.spec.states is None  # type: ignore[attr-defined]
+        name = other.model.name
+        assert other.generate("a", max_tokens=1).to_dict()["draft_models"] == [f"{name} (int8)"]
     assert open_shipped_draft(open_model("tiny-autoregressive")[0]) is None
     assert open_shipped_draft(open_model("smollm2-135m-blocks")[0]) is None
 

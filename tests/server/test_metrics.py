@@ -9,6 +9,7 @@ import pytest
 
 from anydecode.api.generation import Generation, Stats
 from anydecode.certification.checks import scripted_llm
+from anydecode.models.scripted import ScriptedModel
 from anydecode.server.metrics import Metrics
 from server_client import COMPLETIONS, events, served
 from waiting import wait_for
@@ -49,6 +50,19 @@ def test_tokens_per_pass_of_a_drafter() -> None:
     assert metrics["anydecode_tokens_per_pass_count"] == 1
     assert metrics["anydecode_tokens_per_pass_sum"] == pytest.approx(tokens_per_pass)
     assert metrics['anydecode_tokens_per_pass_bucket{le="1.5"}'] == 0
+
+
+def test_the_draft_model_is_named() -> None:
+    fields: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
+    with scripted_llm() as llm:
+        draft = ScriptedModel(seed=1)
+        draft.name = "small"
+        llm.add_runner("draft", draft)
+        with served(llm) as client:
+            for decoder, names in (("speculative-sampling", ["small"]), ("prompt-lookup", [])):
+                answer = client.ask(COMPLETIONS, **fields, decoder=decoder)
+                assert answer["anydecode"]["draft_models"] == names
+            assert client.metrics()['anydecode_runner_info{name="small",runner="draft"}'] == 1
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ def test_metrics_have_the_name_of_the_model(monkeypatch: pytest.MonkeyPatch) -> 
         assert found['anydecode_engine_up{model="a"}'] == 1
         assert found['anydecode_passes_total{model="b",runner="target"}'] > 0
         assert found['anydecode_passes_total{model="a",runner="target"}'] == 0
+        assert found['anydecode_runner_info{model="b",name="scripted",runner="draft"}'] == 1
 
 
 def test_an_engine_that_stops_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ class Generation:
         seed: The seed that reproduces this result.
         stats: Timing and counters.
         decoder: Name of the decoder.
+        draft_models: Names of the draft models that the decoder could draft with: that of `draft=`,
+            or the drafter that comes with anydecode ("... (shipped)"); empty without one.
         logprobs: One `TokenLogprobs` per generated token, if requested; None for a token of an
             earlier segment, and where the decoder computes none.
         trace: One entry per decoding round, if requested.
@@ -104,6 +106,7 @@ class Generation:
     token_text: Callable[[int], str] | None = field(default=None, repr=False)
     ignored: list[str] = field(default_factory=list)
     score: float | None = None
+    draft_models: list[str] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
         """The result in a notebook; with its decoding rounds if `trace=True` was set."""
@@ -125,6 +128,7 @@ class Generation:
             "finish_reason": self.finish_reason,
             "seed": self.seed,
             "decoder": self.decoder,
+            "draft_models": self.draft_models,
             "stats": stats,
             **({} if self.score is None else {"score": self.score}),
             **({} if self.constraint is None else {"constraint": self.constraint}),

@@ -119,6 +119,7 @@ class Request:
         self.prompt_embeds = tuple(prompt_embeds)
         names = [(one.first, one.name) for one in self.prompt_embeds]
         self.namespace = prefix_namespace(namespace, names)
+        self._needs = decoder.requirements
         can_draft = decoder.requirements.takes_prediction
         self.prediction = None
         if prediction and can_draft:
@@ -528,6 +529,7 @@ class Request:
             seed=self.seed,
             stats=stats,
             decoder=self.name,
+            draft_models=self.resources.draft_models(self._needs),
             logprobs=list(sequence.logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs,
             trace=sequence.trace,

@@ -187,6 +187,15 @@ class Resources:
             and (needs.can_translate_vocab or self.shares_vocabulary(runner))
         )
 
+    def draft_models(self, needs: Requirements) -> list[str]:
+        """The names of the draft models that a decoder can draft with, each once."""
+        names = [self.engine.runners[runner].model.name for runner in self._runners(needs)]
+        return list(dict.fromkeys(names))
+
+    def _runners(self, needs: Requirements) -> tuple[str, ...]:
+        """All runners of a decoder besides the target's."""
+        return (*needs.runners, *self.optional_runners(needs), *self.draft_runners(needs))
+
     def draft_runners(self, needs: Requirements) -> tuple[str, ...]:
         """The runners of all draft models, without their further modules, if a decoder uses every
         one; else none."""
@@ -198,9 +207,8 @@ class Resources:
     def draft_states(self, needs: Requirements) -> dict[str, DraftStates]:
         """New states of one sequence for those draft models of a decoder, by runner, that read
         their target's states."""
-        runners = (*needs.runners, *self.optional_runners(needs), *self.draft_runners(needs))
         states = {}
-        for runner in runners:
+        for runner in self._runners(needs):
             drafter: Any = self.engine.runners[runner].model
             if drafter.spec.states is not None:
                 target: Any = self.model

@@ -191,13 +191,16 @@ def bench_speculative(
     runs: list[TimedAnswer] = []
     groups: list[TimedGroup] = []
     extra_memory: dict[str, int] = {}
+    draft_models: dict[str, list[str]] = {}
     was_interrupted = False
     with ExitStack() as stack:
         open_llm = partial(LLM, drafting=drafting)
         llms = open_llms(open_llm, model, drafts, threads or None, stack)
         for method in (PLAIN, *chosen):
             llm, key = find_llm(llms, method)
-            llm.resources.check_decoder(key, llm.decoder(key).requirements)
+            needs = llm.decoder(key).requirements
+            llm.resources.check_decoder(key, needs)
+            draft_models[method] = llm.resources.draft_models(needs)
         workers: list[Worker | LlamaServer] = []
         if names or llama_program is not None:
             file, count = find_file(model), threads or usable_cores()
@@ -253,6 +256,7 @@ def bench_speculative(
         "machine": {"cpu": cpu_name(), "cores": usable_cores(), "threads": threads},
         "model": Path(model).name,
         "drafts": {name: path for name, path in drafts.items() if path is not None},
+        "draft_models": draft_models,
         "drafting": drafting,
         "tokens": tokens,
         "data": [file.name for file in data] if data else "own prompts",

@@ -45,6 +45,9 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(line, highlight=False)
     for name, draft in report.get("drafts", {}).items():
         console.print(f"{f'@{name}' if name else 'draft model'}: {draft}", highlight=False)
+    for method, names in report.get("draft_models", {}).items():
+        if names:
+            console.print(f"{method}: draft model {', '.join(names)}", highlight=False)
     for engine, reason in report.get("missing", {}).items():
         console.print(f"{engine}: missing ({reason})", highlight=False)
     for engine, settings in report.get("baselines", {}).items():

@@ -90,9 +90,12 @@ def open_draft(
             f"draft={draft!r} copies a model from its checkpoint; this one has none"
         )
     if not layers:
-        return open_model(path, dtype=draft_dtype, threads=threads, backend=backend)[0], None
+        model: Any = open_model(path, dtype=draft_dtype, threads=threads, backend=backend)[0]
+        model.name = f"{target.name} ({draft_dtype})"
+        return model, None
     network = select_layers(load_network(load_checkpoint(path), draft_dtype), layers)
-    name = f"{target.name} ({layers} layers)"
+    kept = f"{layers} layers" if draft_dtype is None else f"{layers} layers, {draft_dtype}"
+    name = f"{target.name} ({kept})"
     return Transformer(network, name=name, executor=choose_executor(backend, threads)), None
 
 
@@ -125,7 +128,9 @@ def open_shipped_draft(
     if folder is None:
         return None
     # In a wider format, a step would take up to half as long as one of the target.
-    return open_draft(folder, target, dtype="int4", threads=threads, backend=backend)[0]
+    model: Any = open_draft(folder, target, dtype="int4", threads=threads, backend=backend)[0]
+    model.name = f"{folder.name} (shipped)"
+    return model
 
 
 def _is_own_module(checkpoint: Checkpoint, target: Model) -> bool:
@@ -167,7 +172,8 @@ def _open_head(
         ) from error
     packer = getattr(target.executor, "packer", None)
     executor = choose_executor(backend, threads, packer=packer)
-    model = drafter_model(network, name=checkpoint.name, executor=executor)
+    name = f"{checkpoint.name} (MTP)" if load is load_mtp else checkpoint.name
+    model = drafter_model(network, name=name, executor=executor)
     for one in (model, *model.further):
         one.path, one.dtype = checkpoint.path, dtype
     add_trained_parts(model, checkpoint.path)

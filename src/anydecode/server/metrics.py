@@ -125,6 +125,7 @@ class EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Gauges and counters of the engines, and those of each model runner."""
         models = self._models()
+        yield self._runner_info(models)
         for kind, readers in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (text, read) in readers.items():
                 metric = kind(f"anydecode_{name}", text, labels=self._labels())
@@ -142,6 +143,17 @@ class EngineCollector:
                         values = [*self._labels(model), runner.name]
                         metric.add_metric(values, read_runner(runner))
                 yield metric
+
+    def _runner_info(self, models: dict[str, LLM]) -> Metric:
+        metric = GaugeMetricFamily(
+            "anydecode_runner_info",
+            "The model of each runner, such as the draft model's; always 1.",
+            labels=[*self._labels(), "runner", "name"],
+        )
+        for model, llm in models.items():
+            for runner in list(llm.engine.runners.values()):
+                metric.add_metric([*self._labels(model), runner.name, runner.model.name], 1)
+        return metric
 
     def _labels(self, value: str = "model") -> list[str]:
         """The label of the model, or its value, if there is one."""

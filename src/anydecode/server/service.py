@@ -309,14 +309,15 @@ def _reasoning_tokens(request: Request, number: int, parser: Callable[[], Parser
 
 def extension(generations: list[Generation], tokenizer: Any, body: Options) -> dict[str, Any]:
     """The `anydecode` object of a response, beyond OpenAI's fields: the seed that reproduces the
-    text, decoder statistics, and the fields of `body` without effect. `generations` are the samples
-    of one request in the order of their index."""
+    text, the decoder and its draft models, statistics, and the fields of `body` without effect.
+    `generations` are the samples of one request in the order of their index."""
     first = generations[0]
     passes = sum(generation.stats.passes for generation in generations)
     tokens = sum(generation.stats.num_tokens for generation in generations)
     fields: dict[str, Any] = {
         "seed": first.seed,
         "decoder": first.decoder,
+        "draft_models": first.draft_models,
         "passes": passes,
         "tokens_per_pass": tokens / passes if passes else 0.0,
         "seconds": max(generation.stats.seconds for generation in generations),
