@@ -179,7 +179,7 @@ HEADS = {
     "modernbert": Case(
         "ModernBert",
         "modern-bert",
-        {**CASES["modernbert"].settings, "num_labels": 1},
+        {**CASES["modernbert"].settings, "num_labels": 1, "classifier_pooling": "mean"},
         CASES["modernbert"].metadata,
         head="ForSequenceClassification",
     ),

@@ -72,14 +72,18 @@ def quantize(
     ] = None,
     prompt: Annotated[
         str,
-        typer.Option("--prompt", help="A text that the new model continues; empty: no check."),
+        typer.Option(
+            "--prompt",
+            help="A text that the new model continues, or represents if it is an encoder; empty: no"
+            " check.",
+        ),
     ] = _PROMPT,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
     """Write a GGUF file, or a folder of safetensors, as a GGUF file in another format, open it and
-    generate a text.
+    generate a text, or the embedding of one.
 
     Example: anydecode quantize smollm2-135m-instruct small.gguf --format q4_k
     """
@@ -130,7 +134,11 @@ def quantize(
     text = None
     if prompt:
         with LLM(str(out), **options.without_none(threads=threads)) as llm:
-            text = llm.generate(prompt, max_tokens=_CHECK_TOKENS).text
+            if llm.model.spec.is_encoder:
+                num_values = len(llm.embed(prompt))
+                note(f"{prompt!r} is represented by {num_values} numbers")
+            else:
+                text = llm.generate(prompt, max_tokens=_CHECK_TOKENS).text
     else:
         load_checkpoint(out)
     if json:

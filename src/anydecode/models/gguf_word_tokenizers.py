@@ -43,6 +43,18 @@ def plain_words(tokens: list[str], types: list[int]) -> list[str]:
     ]
 
 
+def marked_words(tokens: list[str], types: list[int]) -> list[str]:
+    """The reverse of `plain_words`: the texts of a WordPiece vocabulary as files have them."""
+    return [
+        token
+        if kind == _CONTROL
+        else token[len(_CONTINUED) :]
+        if token.startswith(_CONTINUED)
+        else _SPACE + token
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+
+
 def word_piece(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], source: str
 ) -> Tokenizer:

@@ -44,7 +44,7 @@ _KEPT = (
     "ssm_x", "laurel", "per_layer_model_proj", "altup_router", "altup_predict_coef",
     "altup_correct_coef", "time_mix_lerp",
     "time_mix_w", "time_mix_a", "time_mix_g", "time_mix_v0", "time_mix_v1", "time_mix_v2",
-    "hc_", "compressor_ape", "tid2eid",
+    "hc_", "compressor_ape", "tid2eid", "cls.",
 )  # fmt: skip
 #: Formats with larger blocks -> what is written where a row is no multiple of that.
 _SMALL_BLOCKS = {
@@ -289,7 +289,7 @@ def _header(
     return header_of(entries, plan, file.metadata.get("general.alignment", 32))
 
 
-Value = str | bool | int | float | list[bool] | list[int] | list[float] | list[str]
+Value = str | bytes | bool | int | float | list[bool] | list[int] | list[float] | list[str]
 
 
 def entry(key: str, value: Value) -> bytes:
@@ -303,6 +303,8 @@ def entry(key: str, value: Value) -> bytes:
             stored = struct.pack("<If", 6, value)
         case str():
             stored = struct.pack("<I", 8) + _string(value)
+        case bytes():
+            stored = struct.pack("<IIQ", 9, 0, len(value)) + value
         case [str(), *_]:
             texts = b"".join(_string(str(text)) for text in value)
             stored = struct.pack("<IIQ", 9, 8, len(value)) + texts

@@ -16,16 +16,17 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, dequantize, is_packed
 from anydecode.kernels.interface import ExpertWeights, Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.classification import read_classifier
 from anydecode.models.families.advice import listed
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.experts import read_experts
 from anydecode.models.families.recurrent import decay_of, multiplier
 from anydecode.models.families.table import FAMILIES
-from anydecode.models.families.values import layer_config
+from anydecode.models.families.values import layer_config, mapping_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
 from anydecode.models.loading.gguf import open_gguf
-from anydecode.models.loading.gguf_encoder import POOLINGS
+from anydecode.models.loading.gguf_encoder import POOLINGS, RANK
 from anydecode.models.loading.gguf_file import GGUFFile, TensorInfo
 from anydecode.models.loading.gguf_keys import SAMPLING
 from anydecode.models.loading.gguf_names import (
@@ -106,6 +107,7 @@ class FolderFile(GGUFFile):
         self._architecture = architecture_of(model_type, self._spec)
         self._family = FAMILIES[model_type]
         self._embedding = self._family.names.get("embed_tokens", "embed_tokens")
+        self._classifier = read_classifier(checkpoint, self._spec)
         self._last_experts: tuple[int, ExpertWeights] | None = None
         self._readers: dict[str, Reader] = {}
         self._add_tensors()
@@ -150,10 +152,21 @@ class FolderFile(GGUFFile):
             **tokens,
             **self._sampling(),
             **self._pooling(),
+            **self._token_types(),
         }
 
-    def _pooling(self) -> dict[str, int]:
-        """How an embedding is computed from the states of the last layer, if the folder says it."""
+    def _token_types(self) -> dict[str, int]:
+        """The number of types of tokens of encoders; llama.cpp needs one where they have none."""
+        if not self._family.is_encoder:
+            return {}
+        table = self.tensors.get("token_types.weight")
+        return {"tokenizer.ggml.token_type_count": 1 if table is None else table.shape[0]}
+
+    def _pooling(self) -> dict[str, int | list[str]]:
+        """How an embedding, or the relevance of a text, is computed from the states of the last
+        layer, if the folder says it."""
+        if self._classifier is not None:
+            return self._ranking(self._classifier.num_labels)
         pooling = self._checkpoint.pooling
         if pooling is None:
             return {}
@@ -164,6 +177,15 @@ class FolderFile(GGUFFile):
             )
         number = next(x for x, mode in POOLINGS.items() if mode == pooling.mode)
         return {f"{self._architecture}.pooling_type": number}
+
+    def _ranking(self, num_labels: int) -> dict[str, int | list[str]]:
+        """The names of a classifier's labels; one needs none."""
+        found: dict[str, int | list[str]] = {f"{self._architecture}.pooling_type": RANK}
+        if num_labels > 1:
+            names = mapping_value(self._config, "id2label")
+            labels = [str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels)]
+            found[f"{self._architecture}.classifier.output_labels"] = labels
+        return found
 
     def _sampling(self) -> dict[str, int | float]:
         """The sampling options that the folder recommends, as a GGUF file names them."""
@@ -181,12 +203,22 @@ class FolderFile(GGUFFile):
         other = spec_from_config(self.opened.config)
         changes = CHANGED.get(self._architecture, {})
         own = spec_from_config({**self._config, **changes}) if changes else self._spec
-        found = next(differences(own, other), None)
+        found = next(differences(own, other), None) or self._difference_of_classifiers()
         if found is not None:
             raise CheckpointError(
                 f"{self.path}: GGUF files of {self._architecture} have no form for this model's"
                 f" {found}"
             )
+
+    def _difference_of_classifiers(self) -> str | None:
+        """The property in which the file's classifier is another than the folder's."""
+        if self._classifier is None:
+            return None
+        other = read_classifier(self.opened, self._spec)
+        for name in ("activation", "pooling", "score", "prompt"):
+            if getattr(other, name) != getattr(self._classifier, name):
+                return f"classifier.{name}"
+        return None
 
     def _info(self, name: str) -> TensorInfo:
         tensor = self._readers[name]()
@@ -234,7 +266,8 @@ class FolderFile(GGUFFile):
                 raise self._without_form(full)
             elif not _EXPERT.search(match[2]):
                 layers[int(match[1])] |= self._layer_readers(int(match[1]), match[2], full)
-        if not is_tied and "output.weight" not in outer:
+        has_head = not is_tied and not self._family.is_encoder
+        if has_head and "output.weight" not in outer:
             raise CheckpointError(f"{self.path}: tensor lm_head.weight is missing")
         if is_tied and self._architecture in OUTER_FACTORS:  # which are not the same
             embedding = f"{prefix}{self._embedding}.weight"

@@ -220,6 +220,24 @@ def _latent(spec: ModelSpec, config: Config) -> Metadata:
     return found
 
 
+def _bert(spec: ModelSpec, config: Config) -> Metadata:
+    return {"attention.causal": False}
+
+
+def _modern_bert(spec: ModelSpec, config: Config) -> Metadata:
+    """The window counts the tokens on both sides of one, and the pattern the layers from one with
+    full attention to the next."""
+    flags = [_has_window(layer) for layer in spec.layers]
+    later = (index for index, flag in enumerate(flags) if index and not flag)
+    return {
+        **_bert(spec, config),
+        "attention.sliding_window": 2 * ((_window(spec) or 1) - 1),
+        "attention.sliding_window_pattern": next(later, len(flags)),
+        "rope.freq_base_swa": float(rope_parameters(config, SLIDING)["rope_theta"]),
+        "hidden_activation": str(config["hidden_activation"]),
+    }
+
+
 #: The architectures that can be written.
 FORMS: dict[str, Form] = {
     **dict.fromkeys(
@@ -247,6 +265,8 @@ FORMS: dict[str, Form] = {
     "mpt": _mpt,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
+    "bert": _bert,
+    "modern-bert": _modern_bert,
     **RECURRENT_FORMS,
 }
 #: Families whose files have the architecture of another one.
@@ -257,6 +277,7 @@ _OTHERS = {
     "deepseek_v3": "deepseek2",
     "kimi_k2": "deepseek2",
     "falcon_mamba": "mamba",
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "distilbert"), "bert"),
 }
 #: Architectures of models with experts, by those without.
 _WITH_EXPERTS = {"nemotron_h": "nemotron_h_moe"}

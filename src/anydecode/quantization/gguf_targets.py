@@ -7,6 +7,7 @@ import re
 from anydecode.models.families.experts import ROUTERS
 from anydecode.models.families.family import Family
 from anydecode.models.families.rwkv import MIXES
+from anydecode.models.loading.gguf_encoder import CLASSIFIER
 from anydecode.models.loading.gguf_names import (
     HEADS,
     OUTER,
@@ -39,6 +40,9 @@ def outer_target(architecture: str, family: Family, name: str) -> str | None:
         name: The name of the tensor, without the prefix of all names.
     """
     module, _, leaf = name.rpartition(".")
+    for target, usual in CLASSIFIER.items():
+        if module == f"classifier.{usual}":
+            return f"{target}.{leaf}"
     own = OWN_OUTER.get(architecture, {})
     for target, usual in (*own.items(), *OUTER.items()):
         part = usual.removeprefix("model.")

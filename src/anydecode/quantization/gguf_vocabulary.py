@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from anydecode.errors import CheckpointError
 from anydecode.models.gguf_tokenizer import (
@@ -30,8 +31,11 @@ from anydecode.models.gguf_tokenizer import (
 from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 from anydecode.quantization.gguf import Value
+from anydecode.quantization.gguf_word_vocabulary import unigrams, word_pieces
 
 _SPACE = "▁"
+#: The models of the `tokenizers` library that are written.
+_KINDS = ("BPE", "WordPiece", "Unigram")
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 #: Below the scores of all tokens that are made by merges.
 _LOWEST_SCORE = -1e9
@@ -45,6 +49,8 @@ _WORDS = (
     *("    ", "\n\n", "\r\n", " \n ", "\t\t", "//", "...", "-->", "foo_bar", "naïve", "Straße"),
     *("мир", "日本語"),
 )
+#: Special tokens, and their names in the keys of files.
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 _NUM_STRINGS = 400
 _NUM_TOKENS = 300
 
@@ -64,31 +70,35 @@ def vocabulary(tokenizer: HFTokenizer, num_rows: int, source: str) -> dict[str, 
         raise CheckpointError(f"{source}: the rules of its tokenizer have no form in GGUF files")
     state: dict[str, Any] = json.loads(tokenizer.backend.to_str())
     model = state["model"]
-    if model["type"] != "BPE":
+    if model["type"] not in _KINDS:
         raise CheckpointError(
-            f"{source}: tokenizers of type {model['type']} are not written to GGUF files; BPE is"
+            f"{source}: tokenizers of type {model['type']} are not written to GGUF files;"
+            f" supported are {', '.join(_KINDS)}"
         )
     tokens, types = _tokens(tokenizer, state, num_rows, source)
-    merges = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
     found: dict[str, Value]
-    if _is_byte_level(state):
+    if model["type"] == "WordPiece":
+        found = word_pieces(state, tokens, types, source)
+    elif model["type"] == "Unigram":
+        found = unigrams(tokenizer, state, tokens, types, _adds_space(tokenizer.backend))
+    elif _is_byte_level(state):
         found = {
             "tokenizer.ggml.model": "gpt2",
             **_pre_tokenizer(tokenizer.backend, model, source),
             "tokenizer.ggml.tokens": tokens,
             "tokenizer.ggml.token_type": types,
-            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in _merges(model)],
         }
     else:
         found = {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
             "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.scores": _scores(tokens, merges),
+            "tokenizer.ggml.scores": _scores(tokens, _merges(model)),
             "tokenizer.ggml.token_type": types,
             "tokenizer.ggml.add_space_prefix": _adds_space(tokenizer.backend),
         }
-    found |= _special_tokens(tokenizer, source)
+    found |= _special_tokens(tokenizer, source, model["type"] == "WordPiece")
     templates = {"": tokenizer.chat_template, ".tool_use": tokenizer.tool_template}
     for name, template in templates.items():
         if template is not None:
@@ -140,10 +150,13 @@ def _tokens(
     types = [UNUSED] * num_rows
     model = state["model"]
     has_bytes = bool(model.get("byte_fallback"))
-    for text, index in model["vocab"].items():
+    vocab = model["vocab"]
+    if model["type"] == "Unigram":
+        vocab = {text: index for index, (text, _) in enumerate(vocab)}
+    for text, index in vocab.items():
         tokens[index] = text
         is_byte = has_bytes and text in _BYTE_TOKENS
-        is_unknown = text == model.get("unk_token")
+        is_unknown = text == model.get("unk_token") or index == model.get("unk_id")
         types[index] = BYTE if is_byte else UNKNOWN if is_unknown else NORMAL
     for added in state["added_tokens"]:
         index, text = added["id"], added["content"]
@@ -153,6 +166,10 @@ def _tokens(
         tokens[index] = text if added["special"] else text.replace(_SPACE, " ")
         types[index] = CONTROL if added["special"] else USER_DEFINED
     return tokens, types
+
+
+def _merges(model: dict[str, Any]) -> list[list[str]]:
+    return [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
 
 
 def _is_byte_level(state: dict[str, Any]) -> bool:
@@ -211,31 +228,43 @@ def _adds_space(backend: Tokenizer, text: str = "a") -> bool:
     return _split(backend.pre_tokenizer, normal)[0].startswith(_SPACE + text.replace(" ", _SPACE))
 
 
-def _special_tokens(tokenizer: HFTokenizer, source: str) -> dict[str, Value]:
-    """The ids of special tokens, and whether they are added to a text."""
+def _special_tokens(tokenizer: HFTokenizer, source: str, is_word_piece: bool) -> dict[str, Value]:
+    """The ids of special tokens, and whether they are added to a text. Those around a text of BERT
+    have names of their own."""
     found: dict[str, Value] = {}
     ids: dict[str, int] = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+    plain, whole = (tokenizer.encode("a", special=special) for special in (False, True))
+    for name, key in _SPECIAL.items():
         text = tokenizer.special_texts.get(f"{name}_token")
         token = None if text is None else tokenizer.backend.token_to_id(text)
+        if token is None and name in ("bos", "eos") and whole[1:-1] == plain:
+            token = whole[0 if name == "bos" else -1]  # those of encoders: [CLS] and [SEP]
+            key = "seperator" if is_word_piece and name == "eos" else key  # as spelt there
         if token is not None:
             ids[name] = token
             found[f"tokenizer.ggml.{key}_token_id"] = token
+    if is_word_piece:
+        if whole != [ids.get("bos"), *plain, ids.get("eos")]:
+            raise _other_tokens(source)
+        return found
     others = sorted(tokenizer.eos_ids - {ids.get("eos")})
     names = (["eos"] if "eos" not in ids else []) + ["eot", "eom"]
     for name, token in zip(names, others, strict=False):
         ids.setdefault(name, token)
         found[f"tokenizer.ggml.{name}_token_id"] = token
-    plain, whole = (tokenizer.encode("a", special=special) for special in (False, True))
     adds_bos = whole[:1] == [ids.get("bos")] and whole[1 : 1 + len(plain)] == plain
     adds_eos = len(whole) > len(plain) and whole[-1:] == [ids.get("eos")]
     if len(whole) != len(plain) + adds_bos + adds_eos:
-        raise CheckpointError(
-            f"{source}: the tokenizer adds other tokens to a text than one at each end"
-        )
+        raise _other_tokens(source)
     found["tokenizer.ggml.add_bos_token"] = adds_bos
     found["tokenizer.ggml.add_eos_token"] = adds_eos
     return found
+
+
+def _other_tokens(source: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source}: the tokenizer adds other tokens to a text than one at each end"
+    )
 
 
 def _strings() -> Iterator[str]:
@@ -251,14 +280,16 @@ def _compare(own: HFTokenizer, other: HFTokenizer, source: str) -> None:
     """Raise CheckpointError if the tokenizers differ on strings, and on texts of tokens.
 
     Tokenizers of the kind Metaspace put no space in front of a text that begins with one, unlike
-    SentencePiece and llama.cpp: such texts are compared without it.
+    SentencePiece and llama.cpp: such texts are compared without it. Unigram models are compared
+    without the spaces at both ends, which SentencePiece leaves out.
     """
+    is_unigram = isinstance(own.backend.model, Unigram)
     skips = _adds_space(own.backend) and not _adds_space(own.backend, " a")
     generator = random.Random(1)
     count = len(own.backend.get_vocab(with_added_tokens=False))
     ids = [generator.choices(range(count), k=4) for _ in range(_NUM_TOKENS)]
     for text in (*_strings(), *(own.decode(few) for few in ids)):
-        text = text.lstrip(" ") if skips else text
+        text = text.strip(" ") if is_unigram else text.lstrip(" ") if skips else text
         if own.encode(text) != other.encode(text):
             raise CheckpointError(
                 f"{source}: its tokenizer has no form in GGUF files: {text[:40]!r} would become"

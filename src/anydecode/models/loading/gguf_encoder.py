@@ -16,13 +16,15 @@ from anydecode.models.loading.gguf_keys import Keys
 from anydecode.models.loading.lazy import Reader
 from anydecode.models.pooling import DenseModule, Pooling
 
-#: The poolings by their numbers in `pooling_type`. 0 is none, 4 that of a classifier.
+#: The poolings by their numbers in `pooling_type`. 0 is none.
 POOLINGS = {1: "mean", 2: "cls", 3: "last"}
-_OTHER_POOLINGS = (0, 4)
+#: The number of a classifier's.
+RANK = 4
+_OTHER_POOLINGS = (0, RANK)
 #: The dense modules behind the pooling.
 _DENSE = ("dense_2", "dense_3")
 #: The tensors of classifiers, by the names that `models.classification` reads.
-_CLASSIFIER = {"cls": "dense", "cls.norm": "norm", "cls.output": "output"}
+CLASSIFIER = {"cls": "dense", "cls.norm": "norm", "cls.output": "output"}
 #: The labels of the two rows of a Qwen3-Reranker's classifier.
 _ANSWERS = ["yes", "no"]
 
@@ -143,7 +145,7 @@ def _dense_modules(keys: Keys) -> tuple[DenseModule, ...]:
 def is_beside_network(name: str) -> bool:
     """Whether a tensor is that of a dense module or of a classifier."""
     module = name.rpartition(".")[0]
-    return module in _DENSE or module in _CLASSIFIER
+    return module in _DENSE or module in CLASSIFIER
 
 
 def classifier_of(keys: Keys) -> tuple[dict[str, Any], dict[str, Reader]]:
@@ -155,7 +157,7 @@ def classifier_of(keys: Keys) -> tuple[dict[str, Any], dict[str, Reader]]:
     """
     file = keys.file
     readers: dict[str, Reader] = {}
-    for module, name in _CLASSIFIER.items():
+    for module, name in CLASSIFIER.items():
         for leaf in ("weight", "bias"):
             if f"{module}.{leaf}" in file.tensors:
                 readers[f"classifier.{name}.{leaf}"] = partial(_plain, file, f"{module}.{leaf}")
@@ -164,10 +166,9 @@ def classifier_of(keys: Keys) -> tuple[dict[str, Any], dict[str, Reader]]:
     if "cls.output.weight" not in file.tensors:  # one matrix, as of jina-reranker-v1
         readers = {name.replace(".dense.", ".output."): read for name, read in readers.items()}
     is_causal = keys.get("attention.causal", True)
-    options = {
-        "activation": "gelu" if keys.architecture == "modern-bert" else "tanh",
-        "pooling": "last" if is_causal else "cls",
-    }
+    options = {"activation": "tanh", "pooling": "last" if is_causal else "cls"}
+    if keys.architecture == "modern-bert":  # llama.cpp pools all states of its rerankers
+        options = {"activation": "gelu", "pooling": "mean"}
     info = file.tensors.get("cls.output.weight")
     if info and is_causal and keys.get("classifier.output_labels", None) == _ANSWERS:
         if len(info.shape) != 2 or info.shape[0] != 2:
