@@ -70,9 +70,10 @@ def assert_tensor_refused(
     assert "\n" not in str(refusal.value)
 
 
-def target_folder(path: Path) -> Path:
-    """The folder of a small Llama with a tokenizer."""
-    model = write_folder(path, make_tensors("llama"), **SIZES, **TARGET_CONFIG)
+def target_folder(path: Path, **sizes: int) -> Path:
+    """The folder of a small Llama with a tokenizer; `sizes` are keys of its config."""
+    config = {**SIZES, **TARGET_CONFIG, **sizes}
+    model = write_folder(path, make_tensors("llama", **sizes), **config)
     (model / "tokenizer.json").write_text(json.dumps(tokenizer_json()))
     return model
 

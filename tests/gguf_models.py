@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, str]] = {
 }
 
 
-def shape_of(module: str, family: str) -> tuple[int, ...]:
+def shape_of(module: str, family: str, hidden: int = HIDDEN) -> tuple[int, ...]:
     rows = {
         "self_attn.q_proj": HEADS * HEAD,
         "self_attn.k_proj": KV * HEAD,
@@ -72,13 +72,13 @@ def shape_of(module: str, family: str) -> tuple[int, ...]:
     }
     if module.endswith("norm"):
         if "self_attn" not in module:
-            return (HIDDEN,)
+            return (hidden,)
         if family != "olmo2":
             return (HEAD,)
         return (HEADS * HEAD,) if module.endswith("q_norm") else (KV * HEAD,)
     if module == "self_attn.o_proj":
-        return (HIDDEN, HEADS * HEAD)
-    return (HIDDEN, INNER) if module == "mlp.down_proj" else (rows[module], HIDDEN)
+        return (hidden, HEADS * HEAD)
+    return (hidden, INNER) if module == "mlp.down_proj" else (rows[module], hidden)
 
 
 def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
@@ -87,18 +87,24 @@ def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def make_tensors(family: str, tied: bool = False) -> dict[str, np.ndarray]:
+def make_tensors(
+    family: str,
+    tied: bool = False,
+    vocab_size: int = VOCAB,
+    hidden_size: int = HIDDEN,
+    num_hidden_layers: int = LAYERS,
+) -> dict[str, np.ndarray]:
     """Tensors of a random model by Hugging Face name."""
     generator = np.random.default_rng(3)
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        "model.embed_tokens.weight": (vocab_size, hidden_size),
+        "model.norm.weight": (hidden_size,),
     }
     if not tied:
-        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    for layer in range(LAYERS):
+        shapes["lm_head.weight"] = (vocab_size, hidden_size)
+    for layer in range(num_hidden_layers):
         for module in FAMILIES[family]:
-            shape = shape_of(module, family)
+            shape = shape_of(module, family, hidden_size)
             shapes[f"model.layers.{layer}.{module}.weight"] = shape
             if family == "qwen2" and module in list(ATTENTION)[:3]:
                 shapes[f"model.layers.{layer}.{module}.bias"] = shape[:1]

@@ -81,8 +81,13 @@ class Resources:
         )
 
     def shares_vocabulary(self, runner: str) -> bool:
-        """Whether the draft model of `runner` has the target's vocabulary."""
+        """Whether the tokens of the draft model of `runner` are the target's."""
         return runner not in self._other_vocabularies
+
+    @property
+    def _num_tokens(self) -> int:
+        """The number of tokens that texts of the target have; its head may have more rows."""
+        return min(self.tokenizer.vocab_size, self.model.spec.vocab_size)
 
     def check_generates(self) -> None:
         """Check that the target can generate text.
@@ -153,6 +158,13 @@ class Resources:
                     f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
                     " with recurrent layers, or with entries of several positions, does not allow"
                 )
+        for runner in () if needs.can_translate_vocab else runners:
+            size = self.engine.runners[runner].model.spec.vocab_size
+            if size < self._num_tokens:
+                raise UnsupportedCombinationError(
+                    f"decoder {name!r} needs a {runner} model with the target's vocabulary: it has"
+                    f" {size} tokens, the target {self._num_tokens}"
+                )
         if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
             raise UnsupportedCombinationError(
                 f"decoder {name!r} needs a draft model with the target's vocabulary; with another"
@@ -184,7 +196,10 @@ class Resources:
             and (spec.states is None or needs.reads_states)
             and (needs.drafts_blocks or not spec.drafts_blocks_only)
             and (spec.architecture != CHIMERA or needs.drafts_trigrams)
-            and (needs.can_translate_vocab or self.shares_vocabulary(runner))
+            and (
+                needs.can_translate_vocab
+                or (spec.vocab_size >= self._num_tokens and self.shares_vocabulary(runner))
+            )
         )
 
     def draft_models(self, needs: Requirements) -> list[str]:

@@ -85,7 +85,11 @@ def blockwise_checkpoint(
     }
     if modulus:
         tensors["token_map"] = np.arange(count)[np.arange(count) % modulus > 0]
-    config = {"blockwise_num_heads": heads, "blockwise_hidden_size": len(inner)}
+    config = {
+        "blockwise_num_heads": heads,
+        "blockwise_hidden_size": len(inner),
+        "vocab_size": target.spec.vocab_size,
+    }
     return Checkpoint("blockwise", Path("blockwise"), config, tensors)
 
 

@@ -6,7 +6,8 @@ One ReLU layer with a hidden part that all heads share adds to the target's last
 final norm; the target's own head reads the sums. Head i predicts the token i + 1 positions behind
 the state's; the first head of the paper is the target. Layout: `blockwise.hidden` `[hidden, width]`
 and `blockwise.output` `[heads * width, hidden]`, with biases, as the layer of
-tensorflow/tensor2tensor; optionally `token_map` and `lm_head`.
+tensorflow/tensor2tensor; optionally `token_map` and `lm_head`. The config has the target's
+`vocab_size`, which no tensor tells.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from anydecode.models.drafter_files import ReadRows, check_target, head_rows, ma
 from anydecode.models.families.values import int_value
 from anydecode.models.families.weights import TensorReader
 from anydecode.models.files import untrusted
-from anydecode.models.limits import MAX_SIZE
+from anydecode.models.limits import MAX_SIZE, MAX_TOKENS
 from anydecode.models.linear import Linear
 from anydecode.models.network import LayerWeights, ModelWeights, Network
 from anydecode.models.spec import MAX_STEPS, LayerSpec, ModelSpec, StateSpec
@@ -72,10 +73,11 @@ def load_blockwise(
 ) -> BlockwiseNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         reader, width = TensorReader(checkpoint, dtype, _HIDDEN), target.spec.hidden_size
         heads = int_value(checkpoint.config, "blockwise_num_heads", high=MAX_STEPS)
         inner = int_value(checkpoint.config, "blockwise_hidden_size", high=MAX_SIZE)
+        int_value(checkpoint.config, "vocab_size", high=MAX_TOKENS)  # for `check_target`
         tokens = mapped_tokens(checkpoint, target.spec.vocab_size)
         packed = [target.weights.embedding]
         size = target.spec.vocab_size if tokens is None else len(tokens)

@@ -132,7 +132,7 @@ def load_chimera(
 ) -> ChimeraNetwork:
     """The drafter of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         reader = TensorReader(checkpoint, dtype, _TRIGRAM)
         return _read(checkpoint, target, reader, read_rows)
 
@@ -147,10 +147,8 @@ def _read(
     (layer,) = spec.layers
     if not isinstance(layer.attention, Attention) or layer.num_experts or layer.latent:
         raise refusal("model_type", config.get("model_type"), "a dense family")
-    for key in ("vocab_size", "hidden_size"):
-        own, allowed = getattr(spec, key), getattr(target.spec, key)
-        if own != allowed:
-            raise refusal(key, own, f"{allowed}, as the target's")
+    if spec.hidden_size != width:
+        raise refusal("hidden_size", spec.hidden_size, f"{width}, as the target's")
     if reader.has_module(f"resolvers.{heads}"):
         raise CheckpointError(
             f"chimera_num_heads is {heads}, but {checkpoint.name} contains more resolvers"

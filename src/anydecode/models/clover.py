@@ -165,7 +165,7 @@ def load_clover(
 ) -> CloverNetwork:
     """The drafter of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         return _Clover(checkpoint, target, dtype, read_rows).read()
 
 
@@ -186,10 +186,9 @@ class _Clover:
         if not is_dense or layer.latent or layer.mlp != "gated" or layer.norms != "pre":
             raise refusal("model_type", checkpoint.config.get("model_type"), "a kind of Llama")
         self.hidden = target.spec.hidden_size
-        for key in ("vocab_size", "hidden_size"):
-            own, allowed = getattr(self.layers, key), getattr(target.spec, key)
-            if own != allowed:
-                raise refusal(key, own, f"{allowed}, as the target's")
+        if self.layers.hidden_size != self.hidden:
+            own, allowed = self.layers.hidden_size, f"{self.hidden}, as the target's"
+            raise refusal("hidden_size", own, allowed)
 
     def read(self) -> CloverNetwork:
         target = self.target

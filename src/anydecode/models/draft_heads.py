@@ -89,7 +89,7 @@ def load_draft_head(
             does not fit the target.
     """
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         if is_block_drafter(checkpoint):
             return load_block_drafter(checkpoint, target, dtype, read_rows)
         kind = checkpoint.config.get(SPECULATORS)
@@ -150,8 +150,6 @@ class _Eagle:
 
     def _spec(self, spec: ModelSpec) -> ModelSpec:
         own, target = spec, self.target.spec
-        if own.vocab_size != target.vocab_size:
-            raise refusal("vocab_size", own.vocab_size, f"{target.vocab_size}, as the target's")
         if own.hidden_size != target.hidden_size:
             raise refusal("hidden_size", own.hidden_size, f"{target.hidden_size}, as the target's")
         has_norms = bool_value(self.config, "layernorms")
@@ -296,11 +294,9 @@ class _Eagle3(_Eagle):
             feeds_normed=bool_value(config, "norm_output"),
             has_mask=config.get(SPECULATORS) == "peagle" or self.reader.has(_MASK_STATE),
         )
-        vocab, head = spec.vocab_size, 0
+        head = 0
         if self.reader.has("d2t"):
             head = int_value(config, "draft_vocab_size", high=MAX_TOKENS)
-        if vocab != target.vocab_size:
-            raise refusal("vocab_size", vocab, f"{target.vocab_size}, as the target's")
         first = replace(spec.layers[0], has_attention_norm=False)
         layers = (first, *spec.layers[1:])
         name, block = ("PEagle", self._block()) if states.has_mask else ("Eagle3", None)

@@ -11,7 +11,9 @@ from anydecode.errors import CheckpointError
 from anydecode.kernels.formats import DTYPES, plain_weight
 from anydecode.kernels.interface import Weight
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.values import int_value
 from anydecode.models.families.weights import TensorReader
+from anydecode.models.limits import refusal
 from anydecode.models.network import Network
 
 #: The rows of a matrix for some tokens, float32 `[tokens, in_features]`.
@@ -21,13 +23,24 @@ ReadRows = Callable[[Weight, np.ndarray], np.ndarray]
 SPECULATORS = "speculators_model_type"
 
 
-def check_target(target: Network) -> None:
-    """Raise CheckpointError for a target whose states no drafter reads."""
+def check_target(checkpoint: Checkpoint, target: Network) -> None:
+    """Check that a drafter can read the states of `target`, and that it is one of a target with
+    as many tokens and layers, if its config says of how many.
+
+    Raises:
+        CheckpointError: It is not.
+    """
     if target.has_wide_states:
         raise CheckpointError(
             "drafters cannot read the states of a target with several streams (Gemma 3n) or a"
             " memory (SambaY)"
         )
+    config, spec = drafter_config(checkpoint), target.spec
+    sizes = {"vocab_size": spec.vocab_size, "num_target_layers": spec.num_layers}
+    for key, allowed in sizes.items():
+        own = int_value(config, key, allowed)
+        if own != allowed:
+            raise refusal(key, own, f"{allowed}, as the target's")
 
 
 def drafter_config(checkpoint: Checkpoint) -> dict[str, Any]:

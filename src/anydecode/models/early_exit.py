@@ -52,7 +52,7 @@ def load_early_exit(
     """The first layers of the target with the trained layer: a model of its own, which shares
     weights. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         return _read(checkpoint, target, TensorReader(checkpoint, dtype, _NORM), read_rows)
 
 

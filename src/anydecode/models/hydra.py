@@ -101,7 +101,7 @@ def load_hydra(
 ) -> HydraNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         return _Hydra(checkpoint, target, dtype, read_rows).read()
 
 

@@ -79,7 +79,7 @@ def load_longspec(
 ) -> LongSpecNetwork:
     """The draft layer. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         reader = TensorReader(checkpoint, dtype, "norm")
         return _read(checkpoint, target, reader, read_rows)
 

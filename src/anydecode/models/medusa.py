@@ -82,7 +82,7 @@ def load_medusa(
 ) -> MedusaNetwork:
     """The heads of a checkpoint. Arguments and errors as for `load_draft_head`."""
     with untrusted(checkpoint.path):
-        check_target(target)
+        check_target(checkpoint, target)
         return _Medusa(checkpoint, target, dtype, read_rows).read()
 
 

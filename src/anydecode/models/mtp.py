@@ -110,7 +110,7 @@ def load_mtp(checkpoint: Checkpoint, target: Network, dtype: str | None = None) 
     `load_draft_head`."""
     with untrusted(checkpoint.path):
         if target.spec.predicts_streams:  # a memory is no part of the last states
-            check_target(target)
+            check_target(checkpoint, target)
         first = _Mtp(checkpoint, target, dtype)
         network = first.read()
         for number in range(1, MAX_MODULES if first.layout.is_windowed else 1):

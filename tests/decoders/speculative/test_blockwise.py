@@ -151,7 +151,7 @@ def test_a_folder_opens(has_own_head: bool, tmp_path: Path) -> None:
     }
     if has_own_head:
         tensors["lm_head.weight"] = random.standard_normal((count - 3, width), np.float32)
-    config = {"blockwise_num_heads": 2, "blockwise_hidden_size": 8}
+    config = {"blockwise_num_heads": 2, "blockwise_hidden_size": 8, "vocab_size": count}
     checkpoint = Checkpoint("heads", Path("heads"), config, tensors)
     folder = drafter_folder(tmp_path / "heads", checkpoint, "model.safetensors")
     with LLM(model, draft=folder) as llm:

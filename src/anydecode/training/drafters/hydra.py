@@ -88,6 +88,7 @@ class Hydra(Learner):
             "hydra_head_arch": "mlp",
             "grounded_heads": True,
             "hidden_state_offset": 0,
+            "vocab_size": self.num_tokens,
             "torch_dtype": "bfloat16",
         }
         tensors = dict(self.state_dict())
