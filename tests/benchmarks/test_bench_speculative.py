@@ -29,6 +29,7 @@ from anydecode.certification import rounds
 from anydecode.cli.main import run as main
 from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.scripted import ByteTokenizer, ScriptedModel
+from anydecode.scoring.sequence import Sequence
 from anydecode.tasks.spec_bench import Question, questions
 
 
@@ -223,6 +224,27 @@ def test_a_run_reports_all_methods(
     assert panel.patches[0].get_height() == first["speedup"]
     assert [text.get_text() for text in panel.get_xticklabels()][-1] == "overall"
     json.dumps(report)
+
+
+def test_drafting_counts_after_the_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that takes a second for the prompt, and a hundredth of that afterwards. Wrong twin:
+    all rounds count."""
+    record = Sequence.record
+
+    def slow_first(self: Sequence, *given: Any, **fields: Any) -> None:
+        is_first = self.length == len(self.prompt)
+        record(self, *given, **{**fields, "draft_seconds": 1.0 if is_first else 0.01})
+
+    monkeypatch.setattr(Sequence, "record", slow_first)
+    shares = {}
+    for name in ("right", "twin"):
+        with scripted() as llm:
+            asked = [Question("a", "one two one two one two")]
+            runs = list(answers.run({"": llm}, asked, ["prompt-lookup"], [0.0], 24))
+            (shares[name],) = (r for r in runs if r.method == "prompt-lookup" and not r.warm)
+        monkeypatch.setattr(answers, "later_rounds", lambda answer: answer.trace)
+    assert 0 < shares["right"].draft_seconds < 0.25 < 1 < shares["twin"].draft_seconds
+    assert shares["right"].modelled > shares["twin"].modelled
 
 
 def test_cold_answers_start_without_drafter_state() -> None:

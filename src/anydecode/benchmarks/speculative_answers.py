@@ -46,8 +46,8 @@ class TimedAnswer:
         passes: Forward passes; 0 for baselines, which do not report them.
         seconds: Time from the first token to the last.
         draft_seconds: Part of `seconds` that was spent on drafting.
-        modelled: Speed-up by the cost model instead of the clock, so without noise from other
-            load; 0 for baselines.
+        modelled: Speed-up in `seconds` by the cost model instead of the clock, so without noise
+            from other load; 0 for baselines.
         loops: Whether the answer ends in repetition.
         same_text: Whether the tokens equal those of plain decoding.
         digest: `digest` of the tokens; "" for baselines.
@@ -239,7 +239,7 @@ def _run_methods(
             stats.num_first_tokens,
             stats.passes,
             decode_seconds(answers[method, is_warm]),
-            sum(r.get("draft_seconds", 0.0) for r in answers[method, is_warm].trace or ()),
+            sum(r.get("draft_seconds", 0.0) for r in later_rounds(answers[method, is_warm])),
             modelled_speedup(answers[method, is_warm], llms[DEFAULT].cost_model),
             loops(answers[method, is_warm].tokens),
             answers[method, is_warm].tokens == plain,
@@ -299,10 +299,17 @@ def decode_seconds(answer: Generation) -> float:
     return answer.stats.seconds - answer.stats.time_to_first_token
 
 
+def later_rounds(answer: Generation) -> list[dict[str, Any]]:
+    """The traced rounds after the first tokens, which `decode_seconds` lasts. A drafter may read
+    the prompt before them."""
+    start = answer.stats.num_prompt_tokens + answer.stats.num_first_tokens
+    return [record for record in answer.trace or () if record["position"] >= start]
+
+
 def modelled_speedup(answer: Generation, cost_model: CostModel) -> float:
-    """Modelled seconds of plain decoding for the same tokens, over those of the passes that were
-    made and the drafting."""
-    records = answer.trace or ()
+    """Modelled seconds of plain decoding for the tokens after the first ones, over those of the
+    passes that were made and the drafting."""
+    records = later_rounds(answer)
     drafted_seconds = sum(cost_model.seconds(1 + len(r["drafted"]), r["position"]) for r in records)
     drafted_seconds += sum(r.get("draft_seconds", 0.0) for r in records)
     plain = sum(
