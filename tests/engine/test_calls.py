@@ -19,11 +19,13 @@ class Calling(Decoder):
         self.function = function
         self.seconds = seconds
         self.calls: list[Call] = []
+        self.on_result: Callable[[], object] = lambda: None
 
     def decode(self, sequence: Sequence) -> Decoding:
         yield sequence.score()
         call = yield Call(self.function, self.seconds)
         self.calls.append(call)
+        self.on_result()
         sequence.emit([call.result if isinstance(call.result, int) else 0])
         while not sequence.finished:
             scores = yield sequence.score()
@@ -74,6 +76,34 @@ def test_a_call_of_a_job_that_stops_is_forgotten(action: str) -> None:
         llm.driver.advance(lambda: request.done)
         llm.engine.check_integrity()
     assert [call.result for call in decoder.calls] == ([5] if action == "preempt" else [])
+
+
+def test_a_call_is_not_delivered_to_a_job_that_is_preempted_meanwhile() -> None:
+    """Two calls end together, and the first job preempts the other, as the steps do that run while
+    its decoder is suspended."""
+    threads, may_end = list[threading.Thread](), threading.Event()
+
+    def function() -> int:
+        threads.append(threading.current_thread())
+        may_end.wait(60)
+        return 5
+
+    decoders = [Calling(function), Calling(function)]
+    with scripted_llm() as llm:
+        requests = [llm.request("a", decoder=one, max_tokens=3) for one in decoders]
+        decoders[0].on_result = lambda: llm.engine.preempt(requests[1].jobs[0])
+        for number, request in enumerate(requests, 1):
+            llm.start(request, background=False)
+            llm.driver.advance(lambda count=number: len(threads) == count)
+        may_end.set()
+        for thread in list(threads):
+            thread.join()
+        llm.driver.advance(lambda: all(request.done for request in requests))
+        assert llm.engine.num_preemptions == 1
+        llm.engine.check_integrity()
+        texts = [request.generation().tokens for request in requests]
+    assert texts[0] == texts[1] and texts[0][0] == 5
+    assert [len(one.calls) for one in decoders] == [1, 1]
 
 
 def test_several_jobs_call_at_the_same_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -47,8 +48,9 @@ class RunningCalls(Generic[Owner]):
         """Forget the call of `owner`, if there is one."""
         self._running.pop(owner, None)
 
-    def finished(self, *, wait: bool) -> list[tuple[Owner, Call]]:
-        """The calls that have ended or passed their deadline, which are forgotten.
+    def finished(self, *, wait: bool) -> Iterator[tuple[Owner, Call]]:
+        """The calls that have ended or passed their deadline, which are forgotten. Those that are
+        dropped between two of them are left out.
 
         Args:
             wait: Whether to wait for one, at most `MAX_WAIT` seconds.
@@ -57,16 +59,17 @@ class RunningCalls(Generic[Owner]):
             nearest = min(one.deadline for one in self._running.values()) - monotonic()
             self._has_ended.wait(max(0.0, min(MAX_WAIT, nearest)))
         self._has_ended.clear()
-        now, found = monotonic(), []
+        now = monotonic()
         for owner, running in list(self._running.items()):
             call, outcome = running.call, running.outcome
+            if self._running.get(owner) is not running:
+                continue
             if outcome is None and now < running.deadline:
                 continue
             call.is_late = outcome is None
             call.result, call.error = outcome or (None, None)
-            found.append((owner, call))
             del self._running[owner]
-        return found
+            yield owner, call
 
     def _run(self, running: _Running) -> None:
         try:
