@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from anydecode import LLM
 from anydecode.cli import main
@@ -34,6 +36,7 @@ from llama_cpp_logits import (
     llama_cpp_logits,
     llama_cpp_tokens,
 )
+from plain_families import FAMILIES, config_of
 from quantized_parts import CASES as LAYOUTS
 from rwkv_models import CONFIG, paper_logits, rwkv_tensors
 from tiny_models import built, chain, hf_logits, hf_model, logits
@@ -139,6 +142,28 @@ LATENT: dict[str, Any] = {
         "mscale_all_dim": 0.707,
     },
 }
+GLM_LITE: dict[str, Any] = {
+    **{
+        key: LATENT[key]
+        for key in LATENT
+        if key not in ("first_k_dense_replace", "rope_parameters")
+    },
+    "rope_parameters": ROPE,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_group": 1,
+    "topk_group": 1,
+}
+KIMI_LINEAR: dict[str, Any] = {
+    **{key: LATENT[key] for key in LATENT if key not in ("n_routed_experts", "rope_parameters")},
+    "q_lora_rank": None,
+    "num_hidden_layers": 5,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "num_local_experts": 6,
+    "num_shared_experts": 1,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.05,
+}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.3,
@@ -235,12 +260,13 @@ GEMMA_4_EXPERTS: dict[str, Any] = {
 
 @dataclass
 class Case:
-    """A model of `transformers`: the prefix of its classes and its settings. The GELU of llama.cpp
-    is less exact."""
+    """A model of `transformers`: the prefix of its classes, its settings, and what its config has
+    in a repository. The GELU of llama.cpp is less exact."""
 
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
     has_gelu: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -314,6 +340,11 @@ CASES = {
     "qwen35moe": Case("Qwen3_5Moe", {**GATED_DELTA, **QWEN_EXPERTS, "full_attention_interval": 2}),
     "deepseek2": Case("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1}),
     "deepseek2 v2": Case("DeepseekV2", {**LATENT, "n_group": 1, "topk_group": 1}),
+    "deepseek2 kimi_k2": Case(
+        "DeepseekV3", {**LATENT, "n_group": 1, "topk_group": 1}, config={"model_type": "kimi_k2"}
+    ),
+    "deepseek2 glm": Case("Glm4MoeLite", GLM_LITE),
+    "kimi-linear": Case("KimiLinear", KIMI_LINEAR),
     "lfm2": Case("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2moe": Case(
         "Lfm2Moe",
@@ -372,6 +403,7 @@ def folder_of(case: str, path: Path, kind: str = "gpt-2", **settings: Any) -> tu
     folder = path / "repository"
     model.save_pretrained(folder)
     write_tokenizer(folder, kind)
+    add_to_config(folder, **found.config)
     return model, folder
 
 
@@ -393,7 +425,7 @@ def mean_error(found: np.ndarray, expected: np.ndarray) -> float:
 def test_every_architecture_has_a_case() -> None:
     own = {"command-r" if name == "cohere" else name.split()[0] for name in CASES}
     # These have tests of their own.
-    assert set(FORMS) <= {*own, "rwkv7", "bert", "modern-bert"}
+    assert set(FORMS) <= {*own, "rwkv7", "codeshell", "bert", "modern-bert"}
 
 
 #: llama.cpp v0.5.0 has the sizes of the published models, as "gemma3n sizes" does.
@@ -712,6 +744,33 @@ def test_llama_cpp_has_the_same_logits_and_tokens_of_rwkv_7(tmp_path: Path) -> N
     assert source is not None
     found = llama_cpp_tokens(path, strings(4))
     assert found == [source.encode(text) for text in strings(4)]
+
+
+def codeshell_folder(path: Path) -> Path:
+    """CodeShell as it is published, with a token for each byte."""
+    family = FAMILIES["codeshell"]
+    tensors = family.published(dict(family.decoder(0).tensors))
+    folder = write_folder(path / "repository", tensors, **config_of("codeshell"))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = BPE(vocab={text: index for index, text in enumerate(alphabet)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_codeshell_is_that_of_its_paper(tmp_path: Path) -> None:
+    expected = FAMILIES["codeshell"].decoder(0).forward(TOKENS)
+    path = written(codeshell_folder(tmp_path))
+    assert error(logits(built(load_checkpoint(path)), chain(TOKENS)), expected) < 1e-4
+    assert "blk.0.attn_qkv.weight" in GGUFFile(path).tensors
+
+
+def test_llama_cpp_has_the_same_logits_of_codeshell(tmp_path: Path) -> None:
+    expected = FAMILIES["codeshell"].decoder(0).forward(TOKENS)
+    found = llama_cpp_logits(written(codeshell_folder(tmp_path)), TOKENS)
+    assert error(found, expected) < GELU_MARGIN
 
 
 def embedding_folder(path: Path) -> tuple[Any, Path]:

@@ -305,7 +305,7 @@ def entry(key: str, value: Value) -> bytes:
             stored = struct.pack("<I", 8) + _string(value)
         case bytes():
             stored = struct.pack("<IIQ", 9, 0, len(value)) + value
-        case [str(), *_]:
+        case [str(), *_] | []:  # empty ones are merges
             texts = b"".join(_string(str(text)) for text in value)
             stored = struct.pack("<IIQ", 9, 8, len(value)) + texts
         case [bool(), *_]:

@@ -25,6 +25,7 @@ from anydecode.quantization.gguf_recurrent_forms import (
     Form,
     Metadata,
     granite_factors,
+    kv_heads,
 )
 
 _EMBEDDING_TOLERANCE = 5e-3  # of a factor that is rounded to bfloat16
@@ -179,9 +180,10 @@ def _ministral3(spec: ModelSpec, config: Config) -> Metadata:
 
 def _beside_shared(spec: ModelSpec, config: Config) -> Metadata:
     """Experts beside shared ones, behind the first layers, with sigmoid scores."""
+    dense = next((i for i, layer in enumerate(spec.layers) if layer.num_experts), len(spec.layers))
     return {
         "expert_shared_count": int(config["n_shared_experts"]),
-        "leading_dense_block_count": int(config["first_k_dense_replace"]),
+        "leading_dense_block_count": dense,
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_weights_norm": bool(config["norm_topk_prob"]),
         "expert_gating_func": SIGMOID,
@@ -189,15 +191,35 @@ def _beside_shared(spec: ModelSpec, config: Config) -> Metadata:
 
 
 def _deepseek(spec: ModelSpec, config: Config) -> Metadata:
-    """DeepSeek-V2, V3 and Kimi K2. The attention is that of one head of keys: latents."""
+    """DeepSeek-V2, V3, Kimi K2 and GLM-4.7-Flash. The attention is that of one head of keys:
+    latents."""
     found = _latent(spec, config)
     if any(layer.num_experts for layer in spec.layers):
-        found |= _beside_shared(spec, config)
-        scoring = "sigmoid" if config["model_type"] != "deepseek_v2" else "softmax"
-        found["expert_gating_func"] = SIGMOID if scoring == "sigmoid" else SOFTMAX
-        found["expert_group_count"] = int(config.get("n_group") or 1)
-        found["expert_group_used_count"] = int(config.get("topk_group") or 1)
+        found |= _groups_beside_shared(spec, config)
+        if config["model_type"] == "deepseek_v2":
+            found["expert_gating_func"] = SOFTMAX
     return found
+
+
+def _groups_beside_shared(spec: ModelSpec, config: Config) -> Metadata:
+    """The same with groups of experts, from some of which they are chosen."""
+    return {
+        **_beside_shared(spec, config),
+        "expert_group_count": int(config.get("n_group") or 1),
+        "expert_group_used_count": int(config.get("topk_group") or 1),
+    }
+
+
+def _kimi_linear(spec: ModelSpec, config: Config) -> Metadata:
+    """Kimi Linear: recurrent layers have no key heads."""
+    shape = next(layer.recurrence.shape for layer in spec.layers if layer.recurrence is not None)
+    return {
+        **_latent(spec, config),
+        **_groups_beside_shared(spec, config),
+        **kv_heads(spec),
+        "ssm.conv_kernel": shape.window,
+        "kda.head_dim": shape.head_dim,
+    }
 
 
 def _latent(spec: ModelSpec, config: Config) -> Metadata:
@@ -243,7 +265,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(
         (
             *("llama", "smollm3", "qwen2", "qwen3", "qwen3moe", "qwen2moe", "olmoe", "gemma"),
-            *("gpt2", "starcoder", "falcon", "bloom"),
+            *("gpt2", "starcoder", "codeshell", "falcon", "bloom"),
             *("seed_oss", "starcoder2", "arcee", "glm4", "chatglm", "ernie4_5", "nemotron", "phi2"),
         ),
         _none,
@@ -262,6 +284,7 @@ FORMS: dict[str, Form] = {
     "mistral3": _ministral3,
     **dict.fromkeys(("glm4moe", "dots1"), _beside_shared),
     "deepseek2": _deepseek,
+    "kimi-linear": _kimi_linear,
     "mpt": _mpt,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
@@ -275,7 +298,7 @@ _OTHERS = {
     "mixtral": "llama",
     "olmo3": "olmo2",
     "deepseek_v3": "deepseek2",
-    "kimi_k2": "deepseek2",
+    **dict.fromkeys(("kimi_k2", "glm4_moe_lite"), "deepseek2"),
     "falcon_mamba": "mamba",
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "distilbert"), "bert"),
 }

@@ -14,6 +14,7 @@ from anydecode.kernels.formats import dequantize
 from anydecode.kernels.interface import Weight
 from anydecode.models.families.recurrent import interleaved_rows, multiplier, multipliers
 from anydecode.models.families.values import Config
+from anydecode.models.loading.gguf import SEPARATE_CONVS
 from anydecode.models.loading.gguf_names import UNUSED_IN_FIRST, layer_names
 from anydecode.models.loading.lazy import Reader
 from anydecode.models.spec import LayerSpec
@@ -94,6 +95,12 @@ def _heads(reader: Reader, layer: LayerSpec, part: str) -> np.ndarray:
     return np.ascontiguousarray(stack)
 
 
+def _kimi_linear(layer: LayerSpec, config: Config, name: str, reader: Reader) -> dict[str, Reader]:
+    """Kimi Linear: MLPs have the name of experts, and `transformers` has modules of the decay."""
+    name = name.replace("block_sparse_moe.", "mlp.").replace(".forget_gate.", ".")
+    return _by_head(layer, config, name, reader)
+
+
 def _granite_mlp(layer: LayerSpec, config: Config, name: str, reader: Reader) -> dict[str, Reader]:
     """Granite 4: the gate and the input of the MLP are two matrices."""
     module = "mlp.shared_mlp" if layer.num_experts else "mlp"
@@ -157,6 +164,7 @@ RULES: dict[str, Rule] = {
     "qwen3next": _separate_inputs,
     **dict.fromkeys(("qwen35", "qwen35moe"), _tiled_heads),
     "deepseek2": _by_head,
+    "kimi-linear": _kimi_linear,
     "granitehybrid": _granite_mlp,
     "falcon-h1": _falcon_h1,
     "rwkv7": _flat_bonus,
@@ -205,13 +213,18 @@ def shaped(layer: LayerSpec, target: str, values: np.ndarray) -> np.ndarray:
         target: The tensor's name in the file.
         values: The tensor.
     """
+    if target.split(".")[-2] in SEPARATE_CONVS:
+        return values.reshape(1, len(values), 1, -1)
+    rule = None if layer.recurrence is None else layer.recurrence.shape.rule
+    if rule == "kda" and target.endswith(".ssm_a"):
+        return values.reshape(-1, 1)
     if len(values) == 1:  # a gate
         return values.ravel()
     if target.endswith("time_mix_lerp_fused.weight"):
         return values.reshape(len(values), 1, 1, -1)
     if "conv" in target and values.ndim == 3:  # that of each channel is of its own
         return values.reshape(len(values), -1)
-    if layer.recurrence is not None and layer.recurrence.shape.rule == "ssd":
+    if layer.recurrence is not None and rule == "ssd":
         if target.endswith((".ssm_a", ".ssm_d")):
             return values[:, None]
         if target.endswith(".ssm_norm.weight"):

@@ -28,7 +28,7 @@ def _recurrence(spec: ModelSpec) -> Metadata:
     }
 
 
-def _kv_heads(spec: ModelSpec) -> Metadata:
+def kv_heads(spec: ModelSpec) -> Metadata:
     """The number of key heads of each layer: 0 where there is no attention."""
     layers = (layer.attention for layer in spec.layers)
     heads = [0 if one is None else one.num_kv_heads for one in layers]
@@ -54,7 +54,7 @@ def _qwen_3_5(spec: ModelSpec, config: Config) -> Metadata:
 def _lfm2(spec: ModelSpec, config: Config) -> Metadata:
     """LFM2."""
     shape = next(layer.recurrence.shape for layer in spec.layers if layer.recurrence is not None)
-    return {**_kv_heads(spec), "shortconv.l_cache": shape.window}
+    return {**kv_heads(spec), "shortconv.l_cache": shape.window}
 
 
 def _lfm2_moe(spec: ModelSpec, config: Config) -> Metadata:
@@ -109,7 +109,7 @@ def _granite_hybrid(spec: ModelSpec, config: Config) -> Metadata:
     return {
         **granite_factors(config),
         **_recurrence(spec),
-        **_kv_heads(spec),
+        **kv_heads(spec),
         "feed_forward_length": int(config[size]),
         "rope.scaling.finetuned": any(layer.rope is not None for layer in spec.layers),
     }
@@ -125,7 +125,7 @@ def _nemotron_h(spec: ModelSpec, config: Config) -> Metadata:
     ]
     found: Metadata = {
         **_recurrence(spec),
-        **_kv_heads(spec),
+        **kv_heads(spec),
         "feed_forward_length": sizes,
         "attention.layer_norm_epsilon": spec.norm_eps,
     }

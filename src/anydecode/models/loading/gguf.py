@@ -57,7 +57,7 @@ from anydecode.models.rwkv_tokenizer import RwkvTokenizer
 from anydecode.models.tokenizers import HFTokenizer
 
 #: The convolutions of Kimi Linear, which are stored with two axes of size 1.
-_SEPARATE_CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
+SEPARATE_CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 #: The tokenizers that are no plain ones of the `tokenizers` library, by their names in files.
 _TOKENIZERS: dict[str, type[HFTokenizer] | type[RwkvTokenizer]] = {
     "rwkv": RwkvTokenizer,
@@ -205,12 +205,9 @@ def _convert(
     reader: Reader = partial(_read, file, info, f"{prefix}{target}")
     if target.endswith(".norm") and f"{target}.{leaf}" in FLAT:
         return [_vector(file, info, f"{target}.{leaf}", prefix, config)]
-    if (
-        part in ("shortconv.conv", "ssm_conv1d", "ple_conv1d", *_SEPARATE_CONVS)
-        and leaf == "weight"
-    ):
+    if part in ("shortconv.conv", "ssm_conv1d", "ple_conv1d", *SEPARATE_CONVS) and leaf == "weight":
         shape = (info.shape[0], 1, *info.shape[1:])
-        if part in _SEPARATE_CONVS:
+        if part in SEPARATE_CONVS:
             shape = (math.prod(info.shape[:-1]), 1, info.shape[-1])
         return [(name, shape, partial(_as_shape, reader, shape))]
     if part in ("attn_q_norm", "attn_k_norm") and len(info.shape) == 2:  # of all heads
