@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -220,6 +221,32 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def rewrite(
+    path: Path,
+    dropped: Iterable[str] = (),
+    metadata: Mapping[str, Any] = MappingProxyType({}),
+    tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Write a file again: without some tensors, with more metadata of its architecture in place of
+    those of the same names, and with more tensors."""
+    reader = gguf.GGUFReader(path)
+    kept = {t.name: np.array(t.data) for t in reader.tensors if t.name not in dropped}
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), architecture)
+    replaced = {"general.architecture", *(f"{architecture}.{key}" for key in metadata)}
+    for key, stored in reader.fields.items():
+        if key.startswith("GGUF.") or key in replaced:
+            continue
+        kind = stored.types[0]
+        inner = stored.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, stored.contents(), kind, sub_type=inner)
+    add_metadata(writer, architecture, dict(metadata))
+    for name, tensor in {**kept, **tensors}.items():
+        writer.add_tensor(name, tensor)
+    finish(writer)
+    path.with_suffix(".new").replace(path)
 
 
 def write_gguf(

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -20,7 +19,14 @@ from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp, load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.quantization.gguf import quantize_file
-from gguf_models import finish, interleave, tensor_names, usual_metadata, writer_with
+from gguf_models import (
+    finish,
+    interleave,
+    rewrite,
+    tensor_names,
+    usual_metadata,
+    writer_with,
+)
 from hybrid_configs import FALCON_H1, NEMOTRON_H
 from llama_cpp_logits import llama_cpp_logits
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits
@@ -794,7 +800,7 @@ def test_old_files_of_qwen3_next_have_one_matrix_of_inputs(tmp_path: Path) -> No
     path = tmp_path / "old.gguf"
     converted(model, case, path, monolith)
     parts = ("attn_qkv", "attn_gate")
-    rewritten(path, [f"blk.{layer}.{part}.weight" for layer in range(4) for part in parts])
+    rewrite(path, [f"blk.{layer}.{part}.weight" for layer in range(4) for part in parts])
     old = load_checkpoint(path)
     assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in old.tensors
     assert "model.layers.0.linear_attn.in_proj_z.weight" not in old.tensors
@@ -819,24 +825,6 @@ def test_the_block_of_nemotron_that_predicts_further_tokens_is_left_out(tmp_path
     assert not has_mtp(opened)
     found = logits(built(opened), chain(TOKENS))
     assert np.abs(found - hf_logits(model, TOKENS)).max() < 1e-4
-
-
-def rewritten(path: Path, dropped: list[str]) -> None:
-    """Write a file again without some tensors."""
-    reader = gguf.GGUFReader(path)
-    kept = {t.name: np.array(t.data) for t in reader.tensors if t.name not in dropped}
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(path.with_suffix(".new"), architecture)
-    for key, stored in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        kind = stored.types[0]
-        inner = stored.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(key, stored.contents(), kind, sub_type=inner)
-    for name, tensor in kept.items():
-        writer.add_tensor(name, tensor)
-    finish(writer)
-    path.with_suffix(".new").replace(path)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next"])

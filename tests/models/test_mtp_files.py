@@ -20,17 +20,15 @@ from anydecode.certification.tiny_heads import MTP_LAYOUTS, mtp_checkpoint
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
 from anydecode.kernels.formats import dequantize
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.drafters import drafter_model, find_loader
+from anydecode.models.drafters import find_loader
 from anydecode.models.families import load_network
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import MtpNetwork, _Mtp, has_mtp, load_mtp
 from anydecode.models.network import Network
-from anydecode.models.opening import choose_executor
-from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.spec import StateSpec
-from anydecode.models.transformer import Transformer
 from anydecode.scoring.draft_states import DraftStates
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
+from mtp_models import mtp_llm
 from parity_cases import parity_module
 from tiny_models import LATENT_SIZES, LONGCAT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
@@ -87,6 +85,7 @@ _OF_HY4 = "model.mtp_layers.0."
 LAYOUTS = {
     **MTP_LAYOUTS,
     "mimo v2.5": MTP_LAYOUTS["mimo v2"],
+    "final norm": (*MTP_LAYOUTS["nextn"][:5], "final_layernorm"),
     "hy4": (_OF_HY4, _OF_HY4, "enorm", "hnorm", "eh_proj", "final_layernorm"),
 }
 #: The classes of modules whose layers are not those of their models.
@@ -104,6 +103,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {**EXPERTS, "head_dim": 16, "use_qk_norm": True},
         {"first_k_dense_replace": 0},
         "nextn",
+    ),
+    "hy3": (
+        "HYV3",
+        {
+            "num_hidden_layers": 2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        {"mlp_layer_types": ["sparse"]},
+        "final norm",
     ),
     "qwen3 next": (
         "Qwen3Next",
@@ -292,22 +304,13 @@ def _mimo_v2_5(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Checkp
     )
 
 
-def _llm(checkpoint: Checkpoint) -> LLM:
-    network = load_network(checkpoint)
-    target = Transformer(network, name="tiny", executor=choose_executor(None, 1))
-    packer = getattr(target.executor, "packer", None)
-    module = load_mtp(checkpoint, network)
-    draft = drafter_model(module, name="mtp", executor=choose_executor(None, 1, packer=packer))
-    return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=512)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     reference = _Reference(case, own_head=case == "glm 4.5")
     options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True}
-    with _llm(reference.checkpoint()) as llm:
+    with mtp_llm(reference.checkpoint()) as llm:
         for temperature in (0.7, 0.0):
             plain, drafted = (
                 llm.generate(PROMPT, decoder=key, temperature=temperature, seed=1, **options)

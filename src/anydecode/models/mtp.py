@@ -2,8 +2,8 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3,
-GLM-4.5, GLM-5.3 and Kimi K3, of Qwen3-Next and Qwen3.5, of Qwen3.8, of MiMo, MiMo-V2-Flash and
-MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
+GLM-4.5, GLM-5.3 and Kimi K3, of Ling and Hy3, of Qwen3-Next and Qwen3.5, of Qwen3.8, of MiMo,
+MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
@@ -152,7 +152,14 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         return layout
     found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
     layers = sorted((int(match[2]), match[1]) for match in found if match)
-    return _Layout(layers[0][1], layers[0][1]) if layers else None
+    if not layers:
+        return None
+    prefix, norm = layers[0][1], "shared_head.norm"
+    if f"{prefix}final_layernorm.weight" in names:  # of Ling 2 and 3, and of Hy3
+        norm = "final_layernorm"
+    elif f"{prefix}hyper_connection_mixer.hc_norm.weight" in names:  # of Qwen3.8 in GGUF
+        norm = ""
+    return _Layout(prefix, prefix, norm=norm)
 
 
 class _Tensors(Mapping[str, "np.ndarray | Weight"]):
@@ -204,6 +211,8 @@ def _with_window(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key in _WINDOWED and isinstance(value, list)
     }
+    if isinstance(config.get("mlp_only_layers"), list):  # of GGUF files
+        longer["mlp_only_layers"] = [*config["mlp_only_layers"], count]
     return {**config, **longer, "num_hidden_layers": count + 1}
 
 

@@ -35,6 +35,7 @@ from anydecode.models.loading.gguf_names import (
     IN_CONFIG,
     INTERLEAVED,
     NEXTN,
+    NEXTN_MODULES,
     OF_GROUPS,
     OUTER_VECTORS,
     OWN_VECTORS,
@@ -173,6 +174,9 @@ def _convert(
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         if is_extra and architecture in WITHOUT_NEXTN:
             return []
+        module_prefix, module_names = NEXTN_MODULES.get(architecture, (prefix, {}))
+        if is_extra:
+            prefix = module_prefix.format(int(layer) - num_layers)
         if part in FACTORS.get(architecture, ()):
             return []
         stack = part
@@ -193,7 +197,9 @@ def _convert(
         vector = vectors.get(f"{part}.{leaf}".rstrip("."))
         if is_layer and vector is not None:
             return [_vector(file, info, vector, prefix, config)]
-        names = {**layer_names(architecture), **(NEXTN if is_extra else {})}
+        names = layer_names(architecture)
+        if is_extra:
+            names |= {**NEXTN, **module_names}
         if is_extra and part not in names:
             return []
         if not is_layer or part not in names:

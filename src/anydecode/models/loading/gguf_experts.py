@@ -180,7 +180,7 @@ def mellum(keys: Keys, config: dict[str, Any]) -> None:
 
 
 def mimo2(keys: Keys, config: dict[str, Any]) -> None:
-    """MiMo-V2-Flash."""
+    """MiMo-V2-Flash and MiMo-V2.5, which has fused matrices."""
     _further_layers(keys, config)
     experts(keys, config)
     windows(keys, config)
@@ -189,6 +189,7 @@ def mimo2(keys: Keys, config: dict[str, Any]) -> None:
     config |= {
         "moe_intermediate_size": keys.count("expert_feed_forward_length"),
         "mlp_only_layers": _dense_layers(keys, config),
+        "has_fused_qkv": "blk.0.attn_qkv.weight" in keys.file.tensors,
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "attention_value_scale": keys.number("attention.value_scale", 1.0),
         "rope_parameters": {

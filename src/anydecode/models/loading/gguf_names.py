@@ -73,6 +73,18 @@ NEXTN = {
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
+    "layer_output_norm": "final_layernorm",
+    "nextn.hc_head_norm": "hyper_connection_mixer.hc_norm",
+    "nextn.hc_head_down": "hyper_connection_mixer.input_mix_weight_down",
+    "nextn.hc_head_up": "hyper_connection_mixer.input_mix_weight_up",
+}
+#: Where the modules of an architecture, one for each further token, are in its other files, and
+#: what they call tensors.
+NEXTN_MODULES = {
+    "mimo2": (
+        "model.mtp.layers.{}.",
+        {"ffn_norm": "pre_mlp_layernorm", "nextn.shared_head_norm": "final_layernorm"},
+    )
 }
 #: Several streams of hidden states.
 _STREAMS = {
@@ -404,7 +416,8 @@ OVERRIDES = {
         "ffn_gate_inp": "block_sparse_moe.gate",
     },
     "hy_v3": _shared("shared_experts"),
-    **dict.fromkeys(("mellum", "mimo2", "smallthinker", "maple"), {"ffn_gate_inp": "mlp.gate"}),
+    **dict.fromkeys(("mellum", "smallthinker", "maple"), {"ffn_gate_inp": "mlp.gate"}),
+    "mimo2": {"ffn_gate_inp": "mlp.gate", "attn_qkv": "self_attn.qkv_proj"},
     "kimi-linear": {
         **_LATENT,
         **_shared("shared_experts"),
@@ -579,10 +592,7 @@ FLAT = (
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
 UNUSED_IN_FIRST = dict.fromkeys(("rwkv7", "arwkv7"), ("time_mix_v0", "time_mix_v1", "time_mix_v2"))
 #: Architectures whose layers that predict further tokens are left out.
-WITHOUT_NEXTN = (
-    *("nemotron_h_moe", "bailingmoe2", "exaone-moe", "hy_v3", "mimo2", "deepseek32", "glm-dsa"),
-    *("step35", "cohere2moe", "bailingmoe3", "deepseek4", "glm5-next", "qwen4exp", "hy_v4"),
-)
+WITHOUT_NEXTN = (*("nemotron_h_moe", "exaone-moe", "step35", "cohere2moe", "deepseek4", "hy_v4"),)
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")

@@ -253,6 +253,7 @@ def _attention_shapes(architecture: str, config: Config) -> tuple[dict[str, Shap
     elif family.attention_gate:
         q *= 2
     is_fused = family.recurrent is None or architecture == "plamo2"
+    is_fused = is_fused and config.get("has_fused_qkv", True)
     if overrides.get("attn_qkv") == fused and is_fused:
         matrices[fused] = (q + kv + size, hidden)
     else:
