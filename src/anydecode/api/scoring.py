@@ -83,6 +83,10 @@ class PromptLogprobsDecoder(Decoder):
 
         if len(logprobs) < len(sequence.prompt) - 1:
             yield from score_tokens(sequence, sequence.prompt, len(logprobs) + 1, on_row)
+        elif not sequence.tokens and sequence.repeats_drafts and not sequence.knows_draft_states:
+            unscored = sequence.unscored()
+            if len(unscored) > 1:  # after a restart: drafts are to be those without it
+                yield sequence.score(unscored[:-1], companions=False, samples=False)
         yield from self.inner.decode(sequence)
 
 
