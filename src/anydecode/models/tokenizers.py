@@ -47,6 +47,7 @@ class HFTokenizer:
         mask_id: int | None = None,
         templates: str | Mapping[str, str] | None = None,
         special_texts: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.backend = tokenizer
         # Some configs have -1 or another invalid id for "none".
@@ -59,7 +60,7 @@ class HFTokenizer:
         #: The chat template for conversations with tools, if there is one of its own.
         self.tool_template: str | None = self._templates.get("tool_use")
         #: One more than the largest token id.
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
         self._token_bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         # Tables of tokens are indexed by id.
         integer("the largest token id of the tokenizer", self.vocab_size - 1, -1, MAX_TOKENS - 1)
@@ -178,6 +179,7 @@ class HFTokenizer:
             mask_id=ids.get("mask"),
             templates=templates,
             special_texts={f"{short_names.get(n, n)}_token": tokens[i] for n, i in ids.items()},
+            vocab_size=len(tokens),
         )
 
     @property
@@ -312,6 +314,11 @@ def _library_calls(kind: type[AnydecodeError], what: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise kind(f"{what}: {' '.join(str(error).split())[:200]}") from None
         raise
+
+
+def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than the largest token id."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def _token_id(tokenizer: tokenizers.Tokenizer, text: str | None) -> int | None:
