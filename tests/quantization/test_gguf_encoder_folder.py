@@ -305,6 +305,26 @@ def test_the_table_of_characters_of_sentencepiece_is_written_as_bytes(tmp_path: 
     assert bytes(file.metadata["tokenizer.ggml.precompiled_charsmap"]) == table
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_calibration_weighs_the_matrices_of_an_encoder(name: str, tmp_path: Path) -> None:
+    """Rejects calibration that is left out."""
+    case = CASES[name]
+    settings = {**case.settings, "max_position_embeddings": 256}
+    _, folder = folder_of(Case(case.family, case.pooling, settings), tmp_path)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a b c d\n\nef gh")
+    out = tmp_path / "new.gguf"
+    options = ["--format", "q4_0", "--prompt", "", "--calibrate", str(texts)]
+    with pytest.raises(SystemExit) as stopped:
+        main.run(["quantize", str(folder), str(out), *options])
+    assert not stopped.value.code
+    files = [GGUFFile(path) for path in (out, written(folder, "q4_0"))]
+    qkv = "attn_qkv" if name == "modernbert" else "attn_q"
+    for part in (qkv, "attn_output", "ffn_up", "ffn_down"):
+        data = [file.read(f"blk.1.{part}.weight").data for file in files]
+        assert not np.array_equal(*data), part
+
+
 def test_the_command_says_how_long_the_embedding_of_the_text_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

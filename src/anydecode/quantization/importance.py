@@ -228,7 +228,10 @@ def measure_importance(
     model = build_model(checkpoint, "float32", executor=torch_executor(backend=backend))
     with LLM(model, tokenizer=checkpoint.tokenizer) as llm:
         for window in windows:
-            llm.generate(window.tolist(), max_tokens=1)
+            if model.spec.is_encoder:
+                llm.embed(window.tolist())
+            else:
+                llm.generate(window.tolist(), max_tokens=1)
     parts = matrix_parts(file)
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
