@@ -228,7 +228,9 @@ class Resources:
             if drafter.spec.states is not None:
                 target: Any = self.model
                 depth = target.spec.num_layers
-                states[runner] = DraftStates(drafter.spec.states, drafter, depth, target.normed)
+                states[runner] = DraftStates(
+                    drafter.spec.states, drafter, depth, target.normed, target.norm_size
+                )
                 states[runner].chains = drafter.chains(target)
         return states
 

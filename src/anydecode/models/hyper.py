@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from anydecode.kernels.arithmetic import RowArithmetic
 from anydecode.kernels.interface import Backend, Weight
 from anydecode.models.linear import Linear
 from anydecode.models.spec import ModelSpec
-from anydecode.models.streams import as_first_stream, mean_of_streams
 
 
 @dataclass(eq=False)
@@ -77,12 +79,26 @@ class HyperWeights:
         return backend.add(mixed, backend.spread(y, second, count))
 
     def merge(self, backend: Backend, streams: Any, spec: ModelSpec) -> Any:
-        """The sum of the streams after the last layer in place of the first one; the others are
-        zero."""
+        """The sum of the streams after the last layer, `[rows, hidden_size]`."""
         factors = self.factors(backend, streams, spec)
-        return as_first_stream(backend, backend.collapse(streams, factors, spec.num_streams), spec)
+        return backend.collapse(streams, factors, spec.num_streams)
 
+    def merge_rows(
+        self, streams: np.ndarray, spec: ModelSpec, product: Callable[..., np.ndarray] | None
+    ) -> np.ndarray:
+        """The same outside a pass, float32 `[rows, hidden_size]`.
 
-def mean_stream(backend: Backend, streams: Any, spec: ModelSpec) -> Any:
-    """The mean of the streams in place of the first one; the others are zero (GLM-5.3)."""
-    return as_first_stream(backend, mean_of_streams(backend, streams, spec), spec)
+        Args:
+            streams: float32 `[rows, streams * hidden_size]`.
+            spec: The model's architecture.
+            product: Multiplies rows by a weight and adds a bias; by default with numpy.
+        """
+        assert spec.hyper is not None, "checked by `_check_hyper`"
+        rows = RowArithmetic()
+        product = product or rows.linear
+        normed = rows.rms_norm(streams, None, spec.norm_eps)
+        products = product(normed, self.projection.weight, self.projection.bias)
+        factors = 1 / (1 + np.exp(-products)) + np.float32(spec.hyper.eps)
+        parts = streams.reshape(len(streams), spec.num_streams, -1)
+        total: np.ndarray = (factors[:, :, None] * parts).sum(1)
+        return total

@@ -1,7 +1,7 @@
 """Opens the modules that predict further tokens inside a model's checkpoint (multi-token
 prediction).
 
-DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3,
+DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and V4,
 GLM-4.5, GLM-5.3 and Kimi K3, of Ling and Hy3, of Qwen3-Next and Qwen3.5, of Qwen3.8, of MiMo,
 MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
 
@@ -14,8 +14,8 @@ target's final norm, as in SGLang and llama.cpp.
 
 The layers of Hy4's, GLM-5.3's and Kimi K3's modules have one stream of hidden states, whatever
 those of the model have, and read what is left of the target's streams after its last layer: those
-of Kimi K3 without the final norm, as in vLLM. The layer of Qwen3.8's has the streams of the model,
-and reads those of the target: the projection reads each beside the embedding.
+of Kimi K3 without the final norm, as in vLLM. The layers of Qwen3.8's and of DeepSeek-V4's have the
+streams of the model, and read those of the target: the projection reads each beside the embedding.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from anydecode.models.drafter_files import check_target
 from anydecode.models.families.build import read_layer
 from anydecode.models.families.config import spec_from_config, text_config
 from anydecode.models.families.ngrams import read_stream_gates
+from anydecode.models.families.shared_key import read_last_hyper_weights
 from anydecode.models.families.table import FAMILIES
 from anydecode.models.families.values import mapping_value, num_layers
 from anydecode.models.families.weights import TensorReader
@@ -55,6 +56,12 @@ _WINDOWED = {
     "moe_layer_freq": 0,
     "mlp_layer_types": "dense",
 }
+#: The same of DeepSeek-V4's layers, which all have experts.
+_WITHOUT_ENTRIES = {
+    "layer_types": "sliding_attention",
+    "compress_ratios": 0,
+    "mlp_layer_types": "moe",
+}
 #: The prefix under which `_Tensors` shows the module's own tensors.
 _MODULE = "model.mtp_module."
 
@@ -73,6 +80,8 @@ class _Layout:
         mlp: The layer's MLP.
         is_windowed: Whether the layer has a window and no experts, which the config of the model
             does not say, and further modules draft further tokens (MiMo-V2).
+        has_hyper: Whether the layer has the streams of the model and their hyper-connections, and a
+            window without entries (DeepSeek-V4).
     """
 
     layer: str
@@ -85,6 +94,7 @@ class _Layout:
     mlp_norm: str = _MLP_NORM
     mlp: str = "mlp"
     is_windowed: bool = False
+    has_hyper: bool = False
 
 
 @dataclass(eq=False)
@@ -150,11 +160,14 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
         return _Layout(prefix, "model.mtp.", *norms, f"{own}eh_proj", "norm", mlp=mlp)
     if (layout := _windowed_layout(names, 0)) is not None:
         return layout
-    found = (re.fullmatch(r"(model\.layers\.(\d+)\.)eh_proj\.weight", name) for name in names)
+    pattern = re.compile(r"(model\.layers\.(\d+)\.)eh?_proj\.weight")
+    found = map(pattern.fullmatch, names)
     layers = sorted((int(match[2]), match[1]) for match in found if match)
     if not layers:
         return None
     prefix, norm = layers[0][1], "shared_head.norm"
+    if f"{prefix}hc_head.hc_fn" in names:
+        return _Layout(prefix, prefix, projection="e_proj h_proj", has_hyper=True)
     if f"{prefix}final_layernorm.weight" in names:  # of Ling 2 and 3, and of Hy3
         norm = "final_layernorm"
     elif f"{prefix}hyper_connection_mixer.hc_norm.weight" in names:  # of Qwen3.8 in GGUF
@@ -201,15 +214,15 @@ class _Tensors(Mapping[str, "np.ndarray | Weight"]):
         return sum(1 for _ in self)
 
 
-def _with_window(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model with one more layer, which has a window and no experts."""
+def _with_window(config: dict[str, Any], kinds: Mapping[str, Any] = _WINDOWED) -> dict[str, Any]:
+    """The config of a model with one more layer, of which lists of all layers have `kinds`."""
     if isinstance(config.get("text_config"), dict):
-        return {**config, "text_config": _with_window(config["text_config"])}
+        return {**config, "text_config": _with_window(config["text_config"], kinds)}
     count = num_layers(config)
     longer = {
-        key: [*value[:count], _WINDOWED[key]]
+        key: [*value[:count], kinds[key]]
         for key, value in config.items()
-        if key in _WINDOWED and isinstance(value, list)
+        if key in kinds and isinstance(value, list)
     }
     if isinstance(config.get("mlp_only_layers"), list):  # of GGUF files
         longer["mlp_only_layers"] = [*config["mlp_only_layers"], count]
@@ -245,9 +258,11 @@ class _Mtp:
             config = {**mapping_value(config, _NESTED), "architectures": None}
         if layout.is_windowed:
             config = _with_window(config)
+        elif layout.has_hyper:
+            config = _with_window(config, _WITHOUT_ENTRIES)
         self.target, self.layout, self.name = target, layout, checkpoint.name
         self.whole = spec_from_config(config, dtype=dtype)
-        self.has_streams = self.whole.stream_gate_rank > 0
+        self.has_streams = self.whole.stream_gate_rank > 0 or layout.has_hyper
         self.is_raw = layout.is_windowed or self.whole.residual_block > 0 or self.has_streams
         self.config = text_config(config)
         self.family = FAMILIES[self.config["model_type"]]
@@ -273,6 +288,14 @@ class _Mtp:
                     " and without experts (hybrid_layer_pattern and moe_layer_freq)"
                 )
             return self.whole.num_layers - 1
+        if self.layout.has_hyper:
+            attention = self.whole.layers[-1].attention
+            if attention is None or attention.window is None or attention.entry_size is not None:
+                raise CheckpointError(
+                    f"{self.name}: the module needs a list of the model's kinds of layers"
+                    " (compress_ratios)"
+                )
+            return self.whole.num_layers - 1
         for index in reversed(range(self.whole.num_layers)):
             layer = self.whole.layers[index]
             if layer.attention is None or layer.recurrence is not None:
@@ -293,7 +316,9 @@ class _Mtp:
         layer = read_layer(self.reader, self.base, self.config, self.index)
         norm = self._norm(self.layout.norm, hidden) if self.layout.norm else None
         weights = ModelWeights(embedding, [layer], norm, head)
-        if self.has_streams:
+        if self.layout.has_hyper:
+            weights.hyper = read_last_hyper_weights(self.reader, self.base, self._own("hc_head"))
+        elif self.has_streams:
             name = self._own("hyper_connection_mixer")
             weights.stream_gates = read_stream_gates(
                 self.reader, name, self.whole, has_factors=False
@@ -301,7 +326,7 @@ class _Mtp:
         weights.states = StateWeights(
             projection=self._projection(),
             embedding_norm=self._norm(self.layout.embedding_norm, hidden),
-            state_norm=self._norm(self.layout.state_norm, hidden * self.base.num_streams),
+            state_norm=self._state_norm(),
         )
         return MtpNetwork(self._spec(), weights, packed=tuple(packed))
 
@@ -315,7 +340,8 @@ class _Mtp:
             layer = replace(layer, attention=_unselected(layer.attention), indexer=None)
         layers[self.index] = layer
         count = self.whole.num_streams if self.has_streams else 1
-        own = replace(self.whole, hyper=None, residual_block=0, num_streams=count)
+        hyper = self.whole.hyper if self.layout.has_hyper else None
+        own = replace(self.whole, hyper=hyper, residual_block=0, num_streams=count)
         return replace(own, layers=tuple(layers))
 
     def _spec(self) -> ModelSpec:
@@ -324,6 +350,7 @@ class _Mtp:
             (target.num_layers,) if self.is_raw else (),
             target.hidden_size * self.base.num_streams,
             has_norms=True,
+            norms_streams=self.layout.has_hyper,
             feeds_normed=not self.is_raw,
             delay=self.number,
         )
@@ -344,6 +371,13 @@ class _Mtp:
 
     def _norm(self, name: str, size: int) -> np.ndarray:
         return self.reader.vector(f"{self._own(name)}.weight", size, self.family.norm_offset)
+
+    def _state_norm(self) -> np.ndarray:
+        """The norm of a state, or the same of each stream, or that of all of them as one."""
+        hidden, count = self.whole.hidden_size, self.base.num_streams
+        if self.layout.has_hyper:
+            return np.tile(self._norm(self.layout.state_norm, hidden), count)
+        return self._norm(self.layout.state_norm, hidden * count)
 
     def _projection(self) -> Linear:
         """The projection of embedding and state, in this order."""

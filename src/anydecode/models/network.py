@@ -41,7 +41,7 @@ from anydecode.models.block_residuals import BlockResiduals, weighted_sum, with_
 from anydecode.models.convolved_attention import ConvolvedAttention
 from anydecode.models.differential import DifferentialWeights
 from anydecode.models.gated_streams import StreamGates
-from anydecode.models.hyper import HyperWeights, mean_stream
+from anydecode.models.hyper import HyperWeights
 from anydecode.models.key_bias import KeyBias
 from anydecode.models.limits import MAX_FACTOR, number
 from anydecode.models.linear import Linear
@@ -68,6 +68,7 @@ from anydecode.models.streams import (
     Sublayers,
     as_first_stream,
     equal_streams,
+    mean_of_streams,
 )
 from anydecode.models.time_conditioning import (
     InputModulation,
@@ -785,19 +786,14 @@ class Network:
         return backend.spread(merged, first, model.num_streams)
 
     def _layer_of_hyper_connections(self, backend: Backend, x: Any, index: int) -> Any:
-        """The same for streams with hyper-connections. After the last layer their sum, or their
-        mean, takes the place of the first one, and the others are zero."""
-        spec, hyper, last = self.spec, self.weights.layers[index].hyper, self.weights.hyper
+        """The same for streams with hyper-connections."""
+        spec, hyper = self.spec, self.weights.layers[index].hyper
         assert hyper is not None, "checked by `_check_hyper`"
-        if index == 0:
+        if index == 0 and not spec.starts_from_states:
             x = equal_streams(backend, x, spec)
         for weights, block in ((hyper.mixer, self._mixer_block), (hyper.mlp, self._mlp_block)):
             x = weights.connect(backend, x, spec, partial(block, backend, index=index))
-        if index + 1 < spec.num_layers:
-            return x
-        if last is not None:
-            return last.merge(backend, x, spec)
-        return mean_stream(backend, x, spec)
+        return x
 
     def _layer_of_blocks(self, backend: Backend, x: Any, index: int) -> Any:
         """The same where sublayers read sums over blocks of layers. After the last layer such a sum
@@ -1176,12 +1172,22 @@ class Network:
 
     def final_norm(self, backend: Backend, x: Any) -> Any:
         """Hidden states after the final norm and the matrix in front of the head's (if there are
-        some), the input of the head's matrix. Streams with gates are read through the last ones."""
+        some), the input of the head's matrix. Streams with gates are read through the last ones;
+        of streams with hyper-connections the sum is taken, or the mean."""
         weights = self.weights
         if weights.stream_gates is not None:
             return weights.stream_gates.read(backend, x, self.spec)[0]
-        if self.has_wide_states:
+        if weights.hyper is not None:
+            x = weights.hyper.merge(backend, x, self.spec)
+        elif self.spec.hyper is not None:
+            x = mean_of_streams(backend, x, self.spec)
+        elif self.has_wide_states:
             x = backend.columns(x, 0, self.spec.hidden_size)
+        return self.normed_sum(backend, x)
+
+    def normed_sum(self, backend: Backend, x: Any) -> Any:
+        """`final_norm` of hidden states `[n, hidden_size]`, which are no several streams."""
+        weights = self.weights
         if self.spec.has_final_norm:
             eps = self.spec.final_norm_eps
             x = self._norm(backend, x, weights.final_norm, weights.final_norm_bias, eps)

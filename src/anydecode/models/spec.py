@@ -530,6 +530,7 @@ class StateSpec:
             "cross" (LongSpec): the last layer's keys and values are those of the states at their
             own positions, and only of positions whose states are known.
         has_norms: Whether embedding and state are normed where they meet.
+        norms_streams: Whether each of several streams of a state is normed by itself there.
         has_embedding_norm: Whether the embedding alone is normed there.
         has_normed_residual: Whether the first layer's output is added to the normed state.
         feeds_normed: Whether the drafter's own states are those after its final norm.
@@ -552,6 +553,7 @@ class StateSpec:
     num_target_norms: int = 0
     joins: str = "projection"
     has_norms: bool = False
+    norms_streams: bool = False
     has_embedding_norm: bool = False
     has_normed_residual: bool = False
     feeds_normed: bool = False

@@ -69,7 +69,7 @@ class StateWeights:
     def _project_streams(
         self, backend: Backend, x: Any, embedding: Weight, spec: ModelSpec, projection: Linear
     ) -> Any:
-        """The product of the embedding beside each stream of the state, which is normed as one."""
+        """The product of the embedding beside each stream of the state."""
         size, found = spec.hidden_size, None
         both = self._pair(backend, x, embedding, spec)
         tokens = backend.columns(both, 0, size)
@@ -109,7 +109,9 @@ class StateWeights:
         if self.embedding_norm is not None:
             tokens = backend.rms_norm(tokens, self.embedding_norm, spec.norm_eps)
         if self.state_norm is not None and not has_normed_state:
-            x = backend.rms_norm(x, self.state_norm, spec.norm_eps)
+            assert spec.states is not None
+            groups = spec.num_streams if spec.states.norms_streams else 1
+            x = backend.rms_norm(x, self.state_norm, spec.norm_eps, groups)
         return backend.join(tokens, x)
 
     def project(

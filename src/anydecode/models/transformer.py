@@ -201,12 +201,26 @@ class Transformer:
         with self._buffers_lock:
             return to_host(self.executor.head(hidden))
 
+    @property
+    def norm_size(self) -> int:
+        """The numbers of a hidden state that `normed` reads: those of all streams that it sums."""
+        has_sum = self.spec.hyper is not None or self.spec.stream_gate_rank > 0
+        return self.spec.hidden_size * (self.spec.num_streams if has_sum else 1)
+
     def normed(self, hidden: np.ndarray) -> np.ndarray:
-        """Hidden states `[n, hidden_size]` after the final norm, the input of the head's matrix."""
+        """Hidden states `[n, norm_size]` after the final norm, the input of the head's matrix."""
         backend: Any = RowArithmetic()
-        gates = self.network.weights.stream_gates
-        if gates is not None:
-            return gates.read_rows(hidden, self.spec, getattr(self.executor, "linear", None))
+        weights, product = self.network.weights, getattr(self.executor, "linear", None)
+        if weights.stream_gates is not None:
+            return weights.stream_gates.read_rows(hidden, self.spec, product)
+        if self.spec.hyper is not None:
+            if weights.hyper is None:
+                parts = hidden.reshape(len(hidden), self.spec.num_streams, -1)
+                hidden = parts.mean(1)
+            else:
+                hidden = weights.hyper.merge_rows(hidden, self.spec, product)
+            merged: np.ndarray = self.network.normed_sum(backend, hidden)
+            return merged
         normed: np.ndarray = self.network.final_norm(backend, hidden)
         return normed
 
@@ -266,8 +280,9 @@ class Transformer:
         make, states = getattr(self.executor, "chains", None), spec.states
         if make is None or states is None or weights is None or not self.network.carries_states:
             return None
+        is_summed = not states.taps and target.spec.hyper is not None
         is_narrow = bool(states.taps) and states.target_size < target.network.width
-        if states.has_mask or states.delay or is_narrow:
+        if states.has_mask or states.delay or is_narrow or is_summed:
             return None
         if not getattr(target.executor, "drafts_in_bursts", False):
             return None

@@ -46,7 +46,8 @@ class DraftStates:
         spec: What the drafter reads.
         drafter: The drafter.
         depth: The target's number of layers.
-        normed: The target's final norm, of states float32 `[rows, target_size]`.
+        normed: The target's final norm, of states float32 `[rows, norm_size]`.
+        norm_size: The numbers that it reads of a state; None: `target_size`.
 
     Attributes:
         layers: The target's hidden states that are read, by number of layers.
@@ -66,9 +67,11 @@ class DraftStates:
         drafter: StateReader,
         depth: int,
         normed: Callable[[np.ndarray], np.ndarray],
+        norm_size: int | None = None,
     ) -> None:
         self._drafter, self._normed = drafter, None if spec.taps else normed
-        self._target_size, self._width = spec.target_size, spec.num_taps * spec.target_size
+        self._width = spec.num_taps * spec.target_size
+        self._read_size = spec.target_size if spec.taps else norm_size or spec.target_size
         self._num_taps, self.reads_tokens = spec.num_taps, spec.reads_tokens
         self.stride, self.lag = spec.stride, spec.lag
         self.has_own = spec.lag == 1 and not spec.has_mask
@@ -98,8 +101,8 @@ class DraftStates:
     def observe_target(self, span: Span, first: int, states: list[np.ndarray]) -> None:
         """Take the states of rows of `span` from row `first` on, float32 `[rows, target_size]` per
         layer of `layers`."""
-        # Of several streams the first, and no memory.
-        rows = np.concatenate([tap[:, : self._target_size] for tap in states], -1)
+        # Of several streams the first, unless the norm reads all, and no memory.
+        rows = np.concatenate([tap[:, : self._read_size] for tap in states], -1)
         if isinstance(span, ChainSpan):
             self._put(span.first_position + first, rows)
         elif isinstance(span, TreeSpan):

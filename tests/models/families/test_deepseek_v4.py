@@ -12,14 +12,28 @@ import numpy as np
 import pytest
 
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
+from anydecode.kernels.interface import OutputSpec
 from anydecode.kernels.library import load_library
 from anydecode.kernels.steps import Code
+from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.loading import load_checkpoint
+from anydecode.models.loading.deepseek import to_hf_layout
+from anydecode.models.mtp import load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
+from mtp_models import mtp_llm
 from parity_cases import parity_module
-from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits, make_rows
+from tiny_models import (
+    built,
+    chain,
+    checkpoint_of,
+    hf_logits,
+    hf_model,
+    logits,
+    make_rows,
+    whole,
+)
 
 BACKENDS = ["torch", "native"]
 TOKENS = np.random.default_rng(0).integers(3, 130, 90).tolist()
@@ -294,3 +308,134 @@ def test_malformed_tables_of_experts_end_in_one_line(change: str) -> None:
     with pytest.raises(CheckpointError, match="tid2eid") as caught:
         built(stored, executor=executor("torch"))
     assert "\n" not in str(caught.value)
+
+
+class _WithModule:
+    """A model with a module that predicts further tokens, in torch: a layer with a window between
+    projections of the streams and the sum of them."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.target = theirs()
+        one = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+        settings = {**parity_module("test_parity").DEEPSEEK_V4, **one, "num_hidden_layers": 1}
+        self.module = hf_model("DeepseekV4", 1, **settings)
+        size = self.target.config.hidden_size
+        self.parts = {
+            "enorm": 1 + 0.3 * torch.randn(size),
+            "hnorm": 1 + 0.3 * torch.randn(size),
+            "e_proj": 0.25 * torch.randn(size, size),
+            "h_proj": 0.25 * torch.randn(size, size),
+        }
+
+    def checkpoint(self) -> Checkpoint:
+        stored = checkpoint_of(self.target, num_nextn_predict_layers=1)
+        layer = "model.layers.4."
+        own = {
+            name.replace("model.layers.0.", layer)
+            .replace("model.hc_head.", f"{layer}hc_head.")
+            .replace("model.norm.", f"{layer}shared_head.norm."): tensor.numpy()
+            for name, tensor in self.module.state_dict().items()
+            if name.startswith(("model.layers.0.", "model.hc_head.", "model.norm."))
+        }
+        own |= {f"{layer}{name}.weight": tensor.numpy() for name, tensor in self.parts.items()}
+        return replace(stored, tensors={**stored.tensors, **own})
+
+    def chain(self, text: list[int], count: int) -> list[int]:
+        """The `count` most probable tokens behind `text`, one after the other."""
+        import torch
+
+        with torch.inference_mode():
+            states = list(_streams(self.target.model, input_ids=torch.tensor([text]))[0][:-1])
+            tokens, drafted = text[1:], list[int]()
+            for _ in range(count):
+                embedded = self.target.model.embed_tokens(torch.tensor(tokens))
+                rows = self._normed(torch.stack(states), "hnorm") @ self.parts["h_proj"].T
+                embedded = self._normed(embedded, "enorm") @ self.parts["e_proj"].T
+                rows = rows + embedded[:, None]
+                after, mixed = _streams(self.module.model, rows, inputs_embeds=embedded[None])
+                drafted.append(int(self.target.lm_head(mixed[-1]).argmax()))
+                states.append(after[-1])
+                tokens.append(drafted[-1])
+        return drafted
+
+    def _normed(self, x: Any, name: str) -> Any:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.parts[name]
+
+
+def _streams(part: Any, inputs: Any = None, **given: Any) -> tuple[Any, Any]:
+    """The streams after the last layer, and what is read of them; `inputs` replace the streams
+    before the first."""
+    before: list[Any] = []
+    hooks = [part.hc_head.register_forward_pre_hook(lambda _, found: before.append(found[0]))]
+    if inputs is not None:
+        hooks.append(
+            part.layers[0].register_forward_pre_hook(lambda _, found: (inputs[None], *found[1:]))
+        )
+    mixed = part(**given).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return before[0][0], mixed[0]
+
+
+@pytest.fixture(scope="module")
+def reference() -> _WithModule:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    return _WithModule()
+
+
+def test_the_module_drafts_as_a_forward_pass_does(reference: _WithModule) -> None:
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True, "seed": 1}
+    prompt = TOKENS[:9]
+    with mtp_llm(reference.checkpoint()) as llm:
+        for temperature in (0.7, 0.0):
+            plain, drafted = (
+                llm.generate(prompt, decoder=key, temperature=temperature, **options)
+                for key in ("autoregressive", "mtp")
+            )
+            assert drafted.tokens == plain.tokens
+        llm.engine.check_integrity()
+    rounds = [event for event in drafted.trace or () if event["drafted"]]
+    assert len(rounds) > 3
+    text = prompt + drafted.tokens
+    for event in rounds:
+        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
+        assert event["drafted"] == expected
+
+
+def test_the_published_names_of_the_module(reference: _WithModule) -> None:
+    stored = reference.checkpoint()
+    network, published = load_network(stored), {}
+    for name in stored.tensors:
+        own = name.replace("model.layers.4.", "mtp.0.").removeprefix("model.")
+        own = own.replace("hc_head.hc", "hc_head").replace("shared_head.", "")
+        published[own] = stored.tensors[name]
+    _, renamed = to_hf_layout(stored.config, published)
+    one, two = (
+        list(load_mtp(replace(stored, tensors=x), network).matrices())
+        for x in (stored.tensors, renamed)
+    )
+    assert all(np.array_equal(a.data, b.data) for a, b in zip(one, two, strict=True))
+
+
+def test_a_module_whose_layer_has_entries_is_refused(reference: _WithModule) -> None:
+    """Without a list of kinds, the next layer of the default pattern has entries."""
+    stored = reference.checkpoint()
+    config = {key: x for key, x in stored.config.items() if key != "layer_types"}
+    with pytest.raises(CheckpointError, match="needs a list of the model's kinds") as caught:
+        load_mtp(replace(stored, config=config), load_network(stored))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_are_normed_outside_a_pass_as_within(backend: str) -> None:
+    """The sum of the last streams."""
+    own = built(checkpoint_of(theirs()), executor=executor(backend))
+    rows, depth = whole(chain(TOKENS), own), own.spec.num_layers
+    every = np.arange(len(TOKENS))
+    output = own.run(rows, own.new_cache(len(TOKENS)), OutputSpec(every, {depth: every}))
+    found = own.logits_of(output.hidden[depth], np.arange(own.spec.vocab_size))
+    assert np.abs(found - np.array(output.logits)).max() < 1e-4

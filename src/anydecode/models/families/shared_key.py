@@ -154,10 +154,12 @@ def read_hyper_connections(
     return Sublayers(mixer, mlp)
 
 
-def read_last_hyper_weights(reader: TensorReader, spec: ModelSpec) -> HyperWeights:
+def read_last_hyper_weights(
+    reader: TensorReader, spec: ModelSpec, module: str = "hc_head"
+) -> HyperWeights:
     """Those of the streams after the last layer."""
-    published = "hc_head.hc_head_"  # for Hy4
-    prefix = published if reader.has(f"{published}fn") else "hc_head.hc_"
+    published = f"{module}.hc_head_"  # for Hy4
+    prefix = published if reader.has(f"{published}fn") else f"{module}.hc_"
     return _hyper(reader, prefix, (spec.num_streams,), spec)
 
 

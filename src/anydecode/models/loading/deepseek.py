@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from anydecode.models.families.values import num_layers
 from anydecode.models.loading.lazy import Reader
 
 _OUTER = {
@@ -13,6 +14,13 @@ _OUTER = {
     "hc_head_fn": "hc_head.hc_fn",
     "hc_head_base": "hc_head.hc_base",
     "hc_head_scale": "hc_head.hc_scale",
+}
+#: The parts of a module that predicts further tokens beside those of its layer.
+_FURTHER = {
+    "norm.weight": "shared_head.norm.weight",
+    "head.weight": "shared_head.head.weight",
+    "emb.tok_emb.weight": "embed_tokens.weight",
+    **{f"hc_head_{kind}": f"hc_head.hc_{kind}" for kind in ("fn", "base", "scale")},
 }
 _MODULES = {
     "attn_norm": "input_layernorm",
@@ -59,17 +67,20 @@ def is_deepseek_v4(config: dict[str, Any], readers: dict[str, Reader]) -> bool:
 def to_hf_layout(
     config: dict[str, Any], readers: dict[str, Reader]
 ) -> tuple[dict[str, Any], dict[str, Reader]]:
-    """The config as it is, and the tensors under their names in the Hugging Face layout. Those of
-    layers that predict further tokens keep theirs."""
-    return config, {_renamed(name, readers): reader for name, reader in readers.items()}
+    """The config as it is, and the tensors under their names in the Hugging Face layout. Modules
+    that predict further tokens are the layers behind those of the model."""
+    count = num_layers(config)
+    return config, {_renamed(name, readers, count): reader for name, reader in readers.items()}
 
 
-def _renamed(name: str, readers: dict[str, Reader]) -> str:
+def _renamed(name: str, readers: dict[str, Reader], count: int) -> str:
     own = name.removeprefix("model.")
-    if not own.startswith("layers."):
+    kind, layer, part = own.split(".", 2) if own.count(".") >= 2 else ("", "", own)
+    if kind == "mtp" and layer.isdigit():
+        layer, part = str(count + int(layer)), _FURTHER.get(part, part)
+    elif kind != "layers":
         usual = _OUTER.get(own, own)
-        return usual if usual.startswith(("lm_head.", "mtp.")) else f"model.{usual}"
-    _, layer, part = own.split(".", 2) if own.count(".") >= 2 else ("", "", own)
+        return usual if usual.startswith("lm_head.") else f"model.{usual}"
     module, _, leaf = part.rpartition(".")
     if leaf == "scale" and f"{name.removesuffix('scale')}weight" in readers:
         leaf = "weight_scale_inv"
