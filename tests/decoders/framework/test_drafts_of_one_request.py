@@ -145,25 +145,29 @@ def test_a_restart_leaves_the_text_as_it_is(
     assert texts(name, decoder, 0.3) == texts(name, decoder, 0.0)
 
 
-@pytest.mark.parametrize("name", ["eagle", "longspec"])
-def test_a_restart_behind_the_log_probabilities_of_a_prompt_leaves_the_text_as_it_is(
-    name: str,
-) -> None:
-    """They are not computed again, but the target's states are, so that the first round drafts."""
-
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        # These are not computed again, but the target's states are: the first round drafts.
+        ("eagle", {"prompt_logprobs": 0}),
+        ("longspec", {"prompt_logprobs": 0}),
+        ("mtp", {"guidance_scale": 1.5}),  # with a second prompt, which has no states
+    ],
+)
+def test_a_restart_at_any_step_leaves_the_text_as_it_is(name: str, options: Any) -> None:
     def result(step: int) -> Any:
         """The tokens and log-probabilities with a preemption before a step."""
         decoder = with_rule(READERS[name], "top-m")
         with opened(name) as llm:
-            request = llm.request(PROMPTS[0], decoder=decoder, prompt_logprobs=0, max_tokens=8)
+            request = llm.request(PROMPTS[0], decoder=decoder, max_tokens=8, **options)
             llm.start(request, background=False)
             for number in range(100):
-                if number == step:
+                if number == step and not request.done:
                     llm.engine.preempt(request.jobs[0])
                 llm.engine.step()
             found = request.generation()
             return found.tokens, [one and one.logprob for one in found.prompt_logprobs or ()]
 
     plain = result(100)
-    assert len(plain[0]) == 8 and len(plain[1]) == len(PROMPTS[0])
-    assert [result(step) for step in range(1, 5)] == [plain] * 4
+    assert len(plain[0]) == 8
+    assert [result(step) for step in range(1, 10)] == [plain] * 9

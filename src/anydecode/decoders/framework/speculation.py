@@ -387,7 +387,7 @@ class Speculative(Decoder):
         if not self._is_token_exact and sequence.tokens and not sequence.knows_draft_states:
             unscored = sequence.unscored()
             if len(unscored) > 1:  # after a restart: drafts are to be those without it
-                yield sequence.score(unscored[:-1], samples=False)
+                yield sequence.score(unscored[:-1], companions=False, samples=False)
         with closing(draft_share(sequence, self, self.acceptance)) as share:
             while not sequence.finished:
                 yield from self._round(sequence, session, budget, share)
