@@ -31,7 +31,7 @@ OTHER_REFERENCES = {
     "phi4flash": "an implementation of the paper",
     "nemotron_labs_diffusion_ar": "an implementation of its repository, tokens alone",
     "mimo": "Qwen2 of `transformers`",
-    "kimi_k2": "DeepSeek-V3 of `transformers`",
+    **dict.fromkeys(("kimi_k2", "sarvam_mla"), "DeepSeek-V3 of `transformers`"),
     "nemotron-nas": "Llama of `transformers`",
     "paddleocr_vl_text": "PaddleOCR-VL of `transformers`",
     "glm_ocr_text": "GLM-OCR of `transformers`",
@@ -45,6 +45,7 @@ OTHER_REFERENCES = {
     ),
     "baichuan": "Llama of `transformers`, 2 settings; a forward pass in numpy, 2 settings",
     "openelm": "a forward pass in numpy, 2 settings",
+    "gpt_refact": "a forward pass in numpy",
     "orion": "StableLM of `transformers`",
     "qwen": "Qwen2 of `transformers`",
     "chatglm": "GLM of `transformers`",
@@ -62,7 +63,7 @@ SAME_AS = {
     "cohere2_moe_rms": "cohere2_moe",
     "step3p5": "laguna",
     "muse_glimmer_text": "afmoe",
-    "kimi_k2": "deepseek_v3",
+    **dict.fromkeys(("kimi_k2", "sarvam_mla"), "deepseek_v3"),
     **dict.fromkeys(
         (
             *("internlm3", "internlm2", "internlm", "exaone", "xverse", "aquila"),
@@ -150,6 +151,7 @@ def gguf_cases() -> Iterator[tuple[str, str, bool]]:
     for name in PLAIN:
         yield name, name, True
     yield "bitnet", "bitnet-b1.58", False
+    yield "gpt_refact", "refact", False
     if "gguf" in parity_module("test_gpt_oss").LAYOUTS:
         yield "gpt_oss", "gpt-oss", False
 

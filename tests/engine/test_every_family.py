@@ -26,6 +26,7 @@ from nemotron_models import nemotron_checkpoint
 from openelm_models import openelm_checkpoint
 from parity_cases import first_cases
 from plain_families import FAMILIES, checkpoint
+from refact_models import refact_checkpoint
 from rwkv6_models import rwkv6_checkpoint
 from rwkv_models import ARWKV_CONFIG, rwkv_checkpoint
 from tiny_models import hf_model, own_model
@@ -39,6 +40,7 @@ OTHERS: dict[str, Callable[[int], Checkpoint]] = {
     "step3_text": step3_checkpoint,
     "baichuan": baichuan_checkpoint,
     "openelm": openelm_checkpoint,
+    "gpt_refact": refact_checkpoint,
     "kimi_k3": kimi_k3_checkpoint,
     "nanbeige": nanbeige_checkpoint,
     "ouro": lambda seed: as_ouro(ouro_base(seed)),

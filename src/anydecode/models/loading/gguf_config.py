@@ -326,7 +326,7 @@ def _common(keys: Keys) -> dict[str, Any]:
     }
     if value_size is not None:
         config[value_size] = value_dim
-    if keys.architecture == "phimoe":  # whose layer norms have the key of the others
+    if keys.architecture in ("phimoe", "refact"):  # whose layer norms have the key of the others
         config["layer_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
     elif FAMILIES[model_type].norm == "layer" and not _has_rms_norms(keys):
         config["layer_norm_eps"] = keys.number("attention.layer_norm_epsilon")

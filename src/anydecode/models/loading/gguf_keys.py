@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "internlm2": ("internlm2", "InternLM2ForCausalLM"),
     "codeshell": ("codeshell", "CodeShellForCausalLM"),
     "starcoder": ("gpt_bigcode", "GPTBigCodeForCausalLM"),
+    "refact": ("gpt_refact", "GPTRefactForCausalLM"),
     "hunyuan_vl": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "hunyuan-dense": ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "starcoder2": ("starcoder2", "Starcoder2ForCausalLM"),

@@ -1,7 +1,7 @@
 """Converts the layouts of GPT, GPT-2, GPT-Neo, GPT-J, CodeGen, GPT-NeoX, GPT-BigCode, CodeShell,
-Falcon, BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon, DBRX and
-TeleChat to the usual one: module names, separate queries, keys and values, and matrices of shape
-[out, in]."""
+Falcon, BLOOM, MPT, OPT, Jais, BioGPT, XGLM, EXAONE 3, InternLM2, Qwen, ChatGLM, Persimmon, DBRX,
+TeleChat and Refact to the usual one: module names, separate queries, keys and values, and matrices
+of shape [out, in]."""
 
 from __future__ import annotations
 
@@ -95,6 +95,12 @@ def _by_key_head(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     _, kv_heads, size = _heads(config)
     rows = np.arange(2 * kv_heads * size).reshape(kv_heads, 2, size)
     return rows[:, 0].ravel(), rows[:, 1].ravel()
+
+
+def _one_key_head(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Refact: the key head, then the value head; the queries are apart."""
+    size = _heads(config)[2]
+    return np.arange(size), np.arange(size, 2 * size)
 
 
 def _by_part(config: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -273,6 +279,24 @@ _MPT = _Layout(
     },
     qkv="attn.Wqkv",
     rows=_in_sequence,
+)
+_REFACT = replace(
+    _GPT2,
+    defaults={"num_key_value_heads": 1},
+    fixed={"multi_query": True},
+    outer={"wte": "embed_tokens", "ln_f": "norm"},
+    inner={
+        "ln_1": ("input_layernorm",),
+        "ln_2": ("post_attention_layernorm",),
+        "attn.q": ("self_attn.q_proj",),
+        "attn.c_proj": ("self_attn.o_proj",),
+        "mlp.gate_up_proj": ("mlp.gate_up_proj",),
+        "mlp.c_proj": ("mlp.down_proj",),
+    },
+    qkv="attn.kv",
+    rows=_one_key_head,
+    is_transposed=False,
+    has_key_heads=True,
 )
 _OPT = _Layout(
     keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
@@ -574,6 +598,7 @@ _LAYOUTS = {
     "dbrx": _DBRX,
     "telechat": _TELECHAT,
     "telechat2": _TELECHAT,
+    "gpt_refact": _REFACT,
 }
 #: Options of MPT's attention, and the only value that is supported.
 _MPT_ATTENTION = {
@@ -624,7 +649,9 @@ def to_hf_layout(
         rotary = integer("rotary_dim", usual["rotary_dim"], 1, size)
         usual["partial_rotary_factor"] = rotary_share(rotary, size)
     own = [key for key, other in layout.keys.items() if other == "intermediate_size"]
-    if own and config.get(own[0]) is None:
+    if config["model_type"] == "gpt_refact":
+        usual["intermediate_size"] = _refact_size(usual)
+    elif own and config.get(own[0]) is None:
         usual["intermediate_size"] = 4 * integer("hidden_size", usual.get("hidden_size"))
     rows = layout.rows(usual)
     result: dict[str, Reader] = {}
@@ -850,6 +877,13 @@ def _complete_telechat(config: dict[str, Any]) -> None:
     config |= {"hidden_act": "silu", "attention_out_bias": True, "mlp_out_bias": True}
     config["rope_theta"] = 10_000.0
     config["rope_scaling"] = {"rope_type": "ntk_alpha", "alpha": alpha} if alpha > 1 else None
+
+
+def _refact_size(config: dict[str, Any]) -> int:
+    """The inner size of Refact's MLPs: two thirds of that of plain ones, to a multiple of 256."""
+    hidden = integer("hidden_size", config.get("hidden_size"))
+    inner = integer("n_inner", value_or(config, "intermediate_size", 4 * hidden))
+    return -(-(2 * inner // 3) // 256) * 256
 
 
 _COMPLETIONS: dict[str, Callable[[dict[str, Any]], None]] = {
