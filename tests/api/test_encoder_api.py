@@ -47,9 +47,12 @@ def test_an_encoder_refuses_to_generate(llm: LLM, call: Callable[[LLM], Any]) ->
         (lambda llm: llm.embed("a", dimensions=8), "embeddings have 48"),
         (lambda llm: llm.embed("a", prompt_name="query"), "prompts are: none"),
         (lambda llm: llm.embed("a", truncate_prompt_tokens=0), "allowed are 1 to 64"),
-        (lambda llm: llm.relevance("a", "b"), "documents is a text"),
+        (lambda llm: llm.relevance("a", "b"), "documents is 'b'; it must be a list of texts"),
         (lambda llm: llm.relevance("a", ["b"], instruction="c"), "instruction has no effect"),
         (lambda llm: llm.rerank("a", ["b"], top_n=0), "top_n is 0"),
+        (lambda llm: llm.rerank("a", ["b"], top_n="1"), "top_n is '1'; it must be an integer"),
+        (lambda llm: llm.embed("a", task=[1]), r"task is \[1\]; it must be a text or None"),
+        (lambda llm: llm.embed("a", truncate_prompt_tokens="5"), "truncate_prompt_tokens is '5'"),
     ],
 )
 def test_wrong_input_is_refused(llm: LLM, call: Callable[[LLM], Any], message: str | None) -> None:

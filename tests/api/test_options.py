@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 
-from anydecode import LLM
+from anydecode import LLM, FirstFinish, RolloutQueue
 from anydecode.api.generation import StreamChunk
 from anydecode.api.options import GenerateOptions
 from anydecode.certification.checks import PROMPTS, scripted_llm
@@ -268,7 +268,18 @@ def test_a_text_is_no_conversation() -> None:
         ({"decoder": LLM}, "decoder is .*; it must be a key"),
         ({"sampler": 5}, "sampler is 5; it must be"),
         ({"sampler": None}, "sampler is None; it must be"),
-        ({"sampler": [5]}, "5 is a int, not a sampler"),
+        (
+            {"sampler": [5]},
+            r"sampler\[0\] is 5; it must be a text or a SamplerPreset",
+        ),
+        ({"adapter": ["a"]}, r"adapter is \['a'\]; it must be a text or None"),
+        ({"segment": "1"}, "segment is '1'; it must be an integer, a Segment or None"),
+        ({"resume": [1]}, r"resume is \[1\]; it must be a dict or None"),
+        ({"trace": "yes"}, "trace is 'yes'; it must be True or False"),
+        (
+            {"prompt_embeds": [None]},
+            r"prompt_embeds\[0\] is None; it must be a PromptEmbeds or a Media",
+        ),
         ({"priority": "x"}, "priority must be a number, not 'x'"),
         ({"priority": None}, "priority must be a number, not None"),
         ({"priority": float("nan")}, "priority must be a number, not nan"),
@@ -276,7 +287,7 @@ def test_a_text_is_no_conversation() -> None:
         ({"first_finish": "1", "n": 2}, "first_finish is '1'; it must be"),
         ({"first_finish": True, "n": 2}, "first_finish is True; it must be"),
         ({"prompt_embeds": 5}, "prompt_embeds is 5; it must be"),
-        ({"prompt_embeds": np.zeros((2, 3))}, "prompt_embeds is .*; it must be"),
+        ({"prompt_embeds": np.zeros((2, 3))}, r"prompt_embeds\[0\] is .*; it must be"),
         ({"stop": "\ud800"}, "stop contains half of a surrogate pair"),
         ({"banned_strings": ["a", "\udfff"]}, "banned_strings contains half of a surrogate"),
         ({"decoder": "x" * 10000}, "no decoding method is called 'xxx"),
@@ -290,6 +301,42 @@ def test_options_of_wrong_kinds_are_refused_in_one_line(
             llm.generate("abc", **options)
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
         llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.scores(None), "pairs is None; it must be a list of"),
+        (lambda llm: llm.scores([("a",)]), r"pairs is \[\('a',\)\]; it must be a list of"),
+        (lambda llm: llm.scores(["ab"]), r"pairs is \['ab'\]; it must be a list of"),
+        (lambda llm: llm.score("a", None), "the continuation is None; it must be a text or"),
+        (lambda llm: asyncio.run(llm.ascores(5)), "pairs is 5; it must be a list of"),
+        (lambda llm: llm.add_adapter(None, "folder"), "name is None; it must be a text"),
+        (lambda llm: llm.add_adapter("a", None), "path is None; it must be a text or a path"),
+        (lambda llm: llm.remove_adapter(None), "name is None; it must be a text"),
+        (lambda llm: llm.decoder("auto", [1]), r"namespace is \[1\]; it must be hashable"),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "a"}], template_variables=5),
+            "template_variables is 5; it must be a dict or None",
+        ),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "a"}], template_variables={5: 1}),
+            "a key of template_variables is 5; it must be a text",
+        ),
+        (
+            lambda llm: llm.chat([{"role": "user"}], template_variables={"messages": []}),
+            "template_variables has messages",
+        ),
+        (lambda llm: FirstFinish("x"), "first is 'x'; it must be an integer"),
+        (lambda llm: RolloutQueue(llm, segment=None), "segment is None; it must be an integer"),
+        (lambda llm: RolloutQueue(llm).add("a", n="x"), "n is 'x'; it must be an integer"),
+    ],
+)
+def test_arguments_of_wrong_kinds_are_refused_in_one_line(
+    call: Callable[[LLM], Any], message: str
+) -> None:
+    with scripted_llm() as llm, pytest.raises(InvalidRequestError, match=f"^{message}"):
+        call(llm)
 
 
 def test_prompts_of_wrong_kinds_are_refused_in_one_line() -> None:

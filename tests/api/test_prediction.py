@@ -73,12 +73,19 @@ def test_other_decoders_ignore_a_prediction() -> None:
             assert answer.stats.num_accepted_predictions == 0
 
 
-@pytest.mark.parametrize("value", [5, True, {"type": "content", "content": "a"}, ["a"]])
-def test_a_prediction_that_is_no_text_is_named(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (5, "is 5; it must be a text or a list of token ids"),
+        (True, "is True; it must be a text or a list of token ids"),
+        ({"type": "content"}, "is {'type': 'content'}; it must be a text or a list of token ids"),
+        (["a"], "contains 'a'; allowed are token ids from 0 to"),
+    ],
+)
+def test_a_prediction_that_is_no_text_is_named(value: Any, fault: str) -> None:
     with letters_llm("ab", 3, cache_positions=256) as llm:
         for name in ("prediction", "negative_prompt"):
-            message = f"^{name} is .*; it must be a text or a list of token ids$"
-            with pytest.raises(InvalidRequestError, match=message):
+            with pytest.raises(InvalidRequestError, match=f"^{name} {fault}"):
                 llm.generate("ab", **{name: value})
 
 

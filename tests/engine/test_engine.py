@@ -719,8 +719,8 @@ def test_bad_prompts_are_refused() -> None:
                 "token id 1 and '5'; pass a text, a list of token ids, or a list of prompts",
             ),
             ([[1], 5], r"token id 5 and \[1\]; pass"),
-            (5, "the prompt is 5; a prompt must be a text or a list of token ids"),
-            ({"text": "x"}, "the prompt is {'text': 'x'}; a prompt must be"),
+            (5, "the prompt is 5; it must be a text or a list of token ids"),
+            ({"text": "x"}, "the prompt is {'text': 'x'}; it must be"),
         ):
             with pytest.raises(InvalidRequestError, match=message) as caught:
                 llm.generate(prompt)

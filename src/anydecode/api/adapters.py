@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from anydecode.arguments import checked_arguments
 from anydecode.errors import (
     AdapterNotFoundError,
     InvalidRequestError,
@@ -49,6 +50,7 @@ class Adapters:
         """The folders of the loaded adapters, by name."""
         return {name: adapter.path for name, adapter in list(self._adapters.items())}
 
+    @checked_arguments()
     def add(self, name: str, path: str | Path) -> None:
         """Load an adapter from a folder.
 
@@ -67,6 +69,7 @@ class Adapters:
                 )
             self._adapters[name] = LoadedAdapter(self._model, add(Path(path)), Path(path))
 
+    @checked_arguments()
     def remove(self, name: str) -> None:
         """Remove an adapter. Requests that use it end as they would; then its weights are freed.
 
@@ -77,6 +80,7 @@ class Adapters:
             self.find(name)
             del self._adapters[name]
 
+    @checked_arguments()
     def of_embedding(self, name: str | None, task: str | None) -> LoadedAdapter | None:
         """The adapter called `name`, or the updates of a task of the model; None for neither.
 
@@ -98,6 +102,7 @@ class Adapters:
                 self._tasks[task] = LoadedAdapter(self._model, index, self._model.path)
             return self._tasks[task]
 
+    @checked_arguments()
     def find(self, name: str | None) -> LoadedAdapter | None:
         """The adapter called `name`; None for None. Raises `AdapterNotFoundError`."""
         adapter = None if name is None else self._adapters.get(name)

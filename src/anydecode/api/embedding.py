@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from anydecode.arguments import checked_arguments
 from anydecode.decoders.decoder import Decoder, Requirements
 from anydecode.decoders.framework.pooled_states import encoded, pooled_state
 from anydecode.errors import ContextLengthError, InvalidRequestError, UnsupportedCombinationError
@@ -242,12 +243,14 @@ def check_instruction(instruction: str | None) -> None:
         raise InvalidRequestError("instruction has no effect with this model: leave it out")
 
 
+@checked_arguments()
 def check_top_n(top_n: int | None) -> None:
     """Raise `InvalidRequestError` for a number of documents less than 1."""
     if top_n is not None and top_n < 1:
         raise InvalidRequestError(f"top_n is {top_n}; it must be 1 or more, or None for all")
 
 
+@checked_arguments()
 def token_limit(truncate_prompt_tokens: int | None, max_length: int) -> int | None:
     """The number of tokens that a text is cut to; None: it is not cut.
 

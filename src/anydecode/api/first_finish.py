@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from anydecode.arguments import checked_arguments
 from anydecode.catalogue import Card, register
 from anydecode.errors import InvalidRequestError
 
@@ -40,6 +41,7 @@ class FirstFinish:
         min_tokens: Samples that stop with fewer tokens do not count.
     """
 
+    @checked_arguments()
     def __init__(self, first: int = 1, min_tokens: int = 0) -> None:
         if first < 1 or min_tokens < 0:
             raise InvalidRequestError(

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Itera
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, overload
 
@@ -42,11 +43,10 @@ from anydecode.api.options import (
     GenerateOptions,
     Messages,
     Prompt,
-    check_kinds,
-    check_known,
     check_names,
+    check_options,
     check_positional,
-    checked_text,
+    check_prompt,
     sampling_parameters,
     split_prompts,
     with_parameters,
@@ -58,6 +58,7 @@ from anydecode.api.sampling_defaults import missing_defaults, sampling_defaults
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segment_rollout import Segment
 from anydecode.api.words import word_tokens
+from anydecode.arguments import check_kinds, checked_arguments, is_list
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.decoders.speculative.smartspec_server import ServerGoodput
@@ -655,10 +656,11 @@ class LLM:
         Raises:
             InvalidRequestError: If a token id is not in the model's vocabulary.
         """
-        if not isinstance(prompt, Iterable):
-            raise InvalidRequestError(
-                f"the prompt is {prompt!r}; a prompt must be a text or a list of token ids"
-            )
+        return self._encode("the prompt", prompt, special)
+
+    def _encode(self, name: str, prompt: Prompt, special: bool = True) -> list[int]:
+        """`encode` of the prompt called `name`."""
+        check_prompt(name, prompt)
         size = self.model.spec.vocab_size
         # A tokenizer may have more tokens than the model has embeddings.
         tokens: Seq[int] = (
@@ -667,7 +669,7 @@ class LLM:
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise InvalidRequestError(
-                    f"the prompt contains {token!r}; allowed are token ids from 0 to {size - 1}"
+                    f"{name} contains {quoted(token)}; allowed are token ids from 0 to {size - 1}"
                 )
             if not 0 <= token < size:
                 raise InvalidRequestError(f"token {token} is not in the vocabulary of {size}")
@@ -717,6 +719,7 @@ class LLM:
         """Folders of the loaded adapters, by name."""
         return self._adapters.paths
 
+    @checked_arguments()
     def decoder(self, choice: str | Decoder, namespace: Hashable = None) -> Decoder:
         """The decoder that `choice` names: an object, a catalogue key, or
         "key:name=value,name=value". What it learns from requests is stored per `namespace`."""
@@ -792,7 +795,15 @@ class LLM:
             InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
         """
         check_names(sampling)
-        check_kinds(sampler, priority, namespace, first_finish, prompt_embeds)
+        own = {
+            "sampler": sampler, "constraint": constraint, "adapter": adapter, "trace": trace,
+            "namespace": namespace, "first_finish": first_finish, "segment": segment,
+            "resume": resume, "prompt_embeds": prompt_embeds,
+        }  # fmt: skip
+        check_kinds(own, GenerateOptions)
+        # A schedule compares priorities, also with those of other requests.
+        if not isinstance(priority, Real) or priority != priority:
+            raise InvalidRequestError(f"priority must be a number, not {quoted(priority)}")
         given: dict[str, Any] = {**sampling}
         blocks = [prompt_embeds] if isinstance(prompt_embeds, PromptEmbeds) else prompt_embeds or []
         embeds = [one for one in blocks if not isinstance(one, Media)]
@@ -840,7 +851,7 @@ class LLM:
             companion=(
                 None
                 if negative_prompt is None
-                else self.encode(checked_text("negative_prompt", negative_prompt))
+                else self._encode("negative_prompt", negative_prompt)
             ),
             first_finish=(
                 FirstFinish(first_finish) if isinstance(first_finish, int) else first_finish
@@ -850,7 +861,7 @@ class LLM:
             prediction=(
                 None
                 if prediction is None
-                else self.encode(checked_text("prediction", prediction), special=False)
+                else self._encode("prediction", prediction, special=False)
             ),
         )
         request.sampling_defaults = defaults
@@ -948,9 +959,14 @@ class LLM:
 
     def _likelihoods(self, pairs: Seq[tuple[Prompt, Prompt]]) -> list[LikelihoodDecoder]:
         self.resources.check_decoder("score", LikelihoodDecoder.requirements)
+        if not is_list(pairs) or not all(is_list(pair) and len(pair) == 2 for pair in pairs):
+            raise InvalidRequestError(
+                f"pairs is {quoted(pairs)}; it must be a list of (prompt, continuation) tuples"
+            )
         decoders = []
         for prompt, continuation in pairs:
-            head, tail = self.encode(prompt), self.encode(continuation, special=False)
+            head = self.encode(prompt)
+            tail = self._encode("the continuation", continuation, special=False)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 whole = self.encode(prompt + continuation)
                 head, tail = whole[: len(head)], whole[len(head) :]
@@ -967,7 +983,7 @@ class LLM:
         self, prompts: Seq[Prompt], options: EmbedOptions
     ) -> tuple[list[Request], list[PooledState]]:
         """One request and decoder per prompt."""
-        check_known(options, EmbedOptions.__optional_keys__)
+        check_options(options, EmbedOptions)
         pooling = pooling_of(self.model)
         pooling.check_dimensions(options.get("dimensions"), self.model.spec.hidden_size)
         task = options.get("task")
@@ -984,14 +1000,13 @@ class LLM:
             requests.append(self.measurement(decoder, self.encode(tokens), loaded))
         return requests, decoders
 
+    @checked_arguments()
     def _relevances(
         self, query: str, documents: Seq[str], options: RelevanceOptions
     ) -> tuple[list[Request], Callable[[], list[float]]]:
         """The requests that compute the relevance of documents, and a function that returns it when
         they are done."""
-        check_known(options, RelevanceOptions.__optional_keys__)
-        if isinstance(documents, str):
-            raise InvalidRequestError("documents is a text; pass a list of texts")
+        check_options(options, RelevanceOptions)
         reranker = cross_encoder(self.model)
         adapter, length = options.get("adapter"), options.get("truncate_prompt_tokens")
         instruction = options.get("instruction")
@@ -1038,6 +1053,11 @@ class LLM:
         rendered: list[Any] = list(messages) if isinstance(messages, Iterable) else [messages]
         if not all(isinstance(one, Mapping) for one in rendered):
             raise _no_conversation(messages)
+        check_kinds({"template_variables": variables}, LLM.chat)
+        if variables and "messages" in variables:
+            raise InvalidRequestError(
+                "template_variables has messages, which are those of the conversation: leave it out"
+            )
         text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)
 

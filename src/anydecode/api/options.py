@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from numbers import Real
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
 from anydecode.api.first_finish import FirstFinish
 from anydecode.api.segment_rollout import Segment
+from anydecode.arguments import check_kinds, is_list
 from anydecode.constraints.constraint import Constraint
 from anydecode.decoders.decoder import Decoder
 from anydecode.errors import InvalidRequestError, quoted
@@ -120,36 +120,11 @@ def check_names(sampling: Collection[str]) -> None:
     )
 
 
-def check_kinds(
-    sampler: object,
-    priority: object,
-    namespace: object,
-    first_finish: object,
-    prompt_embeds: object,
-) -> None:
-    """Raise `InvalidRequestError` unless these options are of the kinds of `GenerateOptions`."""
-    if not isinstance(sampler, str | SamplerPreset | Seq):
-        raise InvalidRequestError(
-            f"sampler is {quoted(sampler)}; it must be a key of the catalogue, a SamplerPreset or a"
-            " list of these"
-        )
-    # A schedule compares priorities, also with those of other requests.
-    if not isinstance(priority, Real) or priority != priority:
-        raise InvalidRequestError(f"priority must be a number, not {quoted(priority)}")
-    if not isinstance(namespace, Hashable):
-        raise InvalidRequestError(
-            f"namespace is {quoted(namespace)}; it must be hashable, such as a text or a number"
-        )
-    if not isinstance(first_finish, int | FirstFinish | None) or isinstance(first_finish, bool):
-        raise InvalidRequestError(
-            f"first_finish is {quoted(first_finish)}; it must be a number of samples or a"
-            " FirstFinish"
-        )
-    blocks = prompt_embeds if isinstance(prompt_embeds, Seq) else [prompt_embeds]
-    if not all(one is None or isinstance(one, PromptEmbeds | Media) for one in blocks):
-        raise InvalidRequestError(
-            f"prompt_embeds is {quoted(prompt_embeds)}; it must be a PromptEmbeds or a list of them"
-        )
+def check_options(options: Mapping[str, Any], known: Any) -> None:
+    """Raise `InvalidRequestError` unless all options are those of the `TypedDict` `known`, and of
+    their kinds."""
+    check_known(options, known.__optional_keys__)
+    check_kinds(options, known)
 
 
 def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
@@ -160,10 +135,7 @@ def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], False
-    if not isinstance(prompt, Seq | np.ndarray) or isinstance(prompt, bytes | bytearray):
-        raise InvalidRequestError(
-            f"the prompt is {quoted(prompt)}; a prompt must be a text or a list of token ids"
-        )
+    check_prompt("the prompt", prompt)
     tokens = [part for part in prompt if isinstance(part, int | np.integer)]
     others: list[Any] = [part for part in prompt if not isinstance(part, int | np.integer)]
     if tokens and others:
@@ -174,17 +146,12 @@ def split_prompts(prompt: Prompt | Seq[Prompt]) -> tuple[list[Any], bool]:
     return (others, True) if others else ([prompt], False)
 
 
-def checked_text(name: str, value: Prompt) -> Prompt:
-    """`value` of the option `name`. Raises `InvalidRequestError` unless it is a text or a list of
-    token ids."""
-    is_list = isinstance(value, Seq | np.ndarray)
-    if not is_list or (
-        not isinstance(value, str) and not all(isinstance(x, int | np.integer) for x in value)
-    ):
+def check_prompt(name: str, value: object) -> None:
+    """Raise `InvalidRequestError` unless the prompt called `name` is a text or a list."""
+    if not isinstance(value, str) and not is_list(value):
         raise InvalidRequestError(
             f"{name} is {quoted(value)}; it must be a text or a list of token ids"
         )
-    return value
 
 
 def sampling_parameters() -> list[inspect.Parameter]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from anydecode.api.generation import Generation
 from anydecode.api.segment_rollout import Segment
+from anydecode.arguments import checked_arguments
 from anydecode.errors import InvalidRequestError
 from anydecode.sampling.logprobs import TokenLogprobs
 from anydecode.sampling.noise import fresh_seed
@@ -76,6 +77,7 @@ class RolloutQueue:
         InvalidRequestError: If a size is below 1, or an option is one that the queue sets.
     """
 
+    @checked_arguments()
     def __init__(self, llm: LLM, segment: int = 512, capacity: int = 64, **options: Any) -> None:
         if segment < 1 or capacity < 1:
             raise InvalidRequestError(
@@ -96,6 +98,7 @@ class RolloutQueue:
         """The number of samples that have not ended."""
         return len(self._rollouts)
 
+    @checked_arguments()
     def add(self, prompt: Prompt, n: int = 1, seed: int | None = None) -> None:
         """Add `n` samples of a prompt, as `LLM.generate(prompt, n=n, seed=seed)` generates them.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anydecode.arguments import check_kinds
 from anydecode.constraints.byte_cache import byte_cached
 from anydecode.constraints.constraint import Constraint, ConstraintReport, ConstraintState
 from anydecode.constraints.vocabulary import vocabulary
@@ -35,6 +36,9 @@ class Predicate(Constraint):
 
     complete: Callable[[str], bool]
     prefix: Callable[[str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_kinds(vars(self), type(self), ConstraintError)
 
     def start(self, tokenizer: Tokenizer, vocab_size: int) -> PredicateState:
         if not tokenizer.eos_ids:

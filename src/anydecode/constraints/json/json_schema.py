@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from anydecode.arguments import checked_arguments
 from anydecode.constraints.byte_cache import ByteCache, allocated_bytes, measured_bytes
 from anydecode.constraints.constraint import (
     Constraint,
@@ -124,6 +125,7 @@ class JsonSchema(CompletedConstraint):
         ConstraintError: The schema or an argument is invalid.
     """
 
+    @checked_arguments(ConstraintError)
     def __init__(
         self,
         schema: Any,
