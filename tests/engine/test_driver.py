@@ -1,4 +1,5 @@
-"""The driver after its engine is closed, and in a forked process."""
+"""The driver of requests that end before they start, after its engine is closed, and in a forked
+process."""
 
 from __future__ import annotations
 
@@ -26,6 +27,16 @@ def test_a_closed_engine_refuses_requests_in_one_line() -> None:
         asyncio.run(llm.agenerate("a", max_tokens=2))
     with pytest.raises(EngineStoppedError, match="closed"):
         next(iter(llm.stream("a", max_tokens=2)))
+
+
+def test_a_request_that_is_abandoned_before_it_starts_leaves_no_work() -> None:
+    with scripted_llm() as llm:
+        request = llm.request("a", n=2, temperature=0.8, max_tokens=2)
+        llm.abandon(request)
+        llm.start(request, background=False)
+        assert request.done and not llm.engine.has_work
+        assert [one.finish_reason for one in request.generation().samples] == ["cancelled"] * 2
+        assert len(llm.generate("a", max_tokens=2).tokens) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -50,8 +50,7 @@ class SampleOrder(Enum):
         if job.error is not None or job.sequence.finish_reason == "cancelled":
             engine.cancel(following[0])
         elif self is SampleOrder.IN_TURN:
-            if not following[0].done:
-                engine.submit(following[0])
+            engine.submit(following[0])
         elif number == 0 and self is SampleOrder.COPIES:
             for other in following:
                 _copy(job.sequence, other.sequence)

@@ -195,7 +195,9 @@ class Engine:
         return not (self._in_flight or self._committing or self._suspended)
 
     def submit(self, job: Job) -> Job:
-        """Add a job to the waiting queue and return it."""
+        """Add a job to the waiting queue, unless it was cancelled before, and return it."""
+        if job.done:
+            return job
         waiting = (other.sequence for other in self.waiting)
         self._target_schedule.submitted(job.sequence, waiting)
         self.waiting.append(job)
