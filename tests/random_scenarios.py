@@ -512,20 +512,11 @@ class Player:
             if "segment" in request and found[0] != "refused":
                 continue
             exact = found[0] == "refused" or is_exact(request)
-            if not exact and ("prediction" in request or self._lacks_states(number)):
-                # Where the text depends on the drafts, it does on a prediction, and on a schedule
-                # that leaves out states of the prompt.
-                continue
+            if not exact and "prediction" in request:
+                continue  # where the text depends on the drafts, it does on a prediction
             expected = self._expected(number)
             if found != expected:
                 self.fail(f"{found[0]} instead of {expected[0]}", number, f"{found}\n{expected}")
-
-    def _lacks_states(self, number: int) -> bool:
-        """Whether a drafter of a request reads the target's states, of which it gets none of a
-        prompt that runs by layers."""
-        by_layers = self.scenario.engine.get("schedule") == "layered-prefill"
-        jobs = self.requests[number].jobs
-        return by_layers and any(job.sequence.draft_states for job in jobs)
 
     def _expected(self, number: int) -> Outcome:
         request = self.scenario.requests[number]

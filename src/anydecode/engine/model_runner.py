@@ -468,6 +468,9 @@ class ModelRunner:
             first, slices = plan.states[i]
             taps = zip(span.state_layers, slices, strict=True)
             parts = {layer: to_host(output.hidden[layer][part]) for layer, part in taps}
+            if span.other_states is not None:
+                span.other_states |= {layer: rows.copy() for layer, rows in parts.items()}
+                parts = span.other_states
             for states in draft_states.values():
                 if parts.keys() >= set(states.layers):
                     states.observe_target(span, first, [parts[layer] for layer in states.layers])

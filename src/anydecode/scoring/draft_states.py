@@ -23,7 +23,7 @@ import numpy as np
 from anydecode.errors import UnsupportedCombinationError
 from anydecode.memory.sequence_cache import SequenceCache
 from anydecode.models.spec import StateSpec
-from anydecode.scoring.span import ChainSpan, Span, TreeSpan
+from anydecode.scoring.span import ChainSpan, CompletionSpan, Span, TreeSpan
 from anydecode.scoring.tree import ROOT
 
 #: Maximum number of rows of one span whose states are kept for a drafter, which leaves earlier
@@ -105,6 +105,8 @@ class DraftStates:
         rows = np.concatenate([tap[:, : self._read_size] for tap in states], -1)
         if isinstance(span, ChainSpan):
             self._put(span.first_position + first, rows)
+        elif isinstance(span, CompletionSpan) and span.partial is not None:
+            self._put(span.partial.start + first, rows)
         elif isinstance(span, TreeSpan):
             kept = self._target_nodes[: span.first] if span.first else rows[:0]
             self._target_nodes = np.concatenate([kept, rows])

@@ -46,6 +46,9 @@ class Span(ABC):
             None for no such limit.
         state_layers: Layers whose hidden states of the last `num_states` rows are returned to
             `DraftStates`.
+        other_states: Where several spans run the same rows, one after the other through their own
+            layers: the states that those before have returned, by layer. One object for all; None
+            where one span runs them.
     """
 
     kv_cache: SequenceCache
@@ -62,6 +65,7 @@ class Span(ABC):
     context: int | None = field(default=None, init=False)
     state_layers: tuple[int, ...] = field(default=(), init=False)
     num_states: int = field(default=0, init=False)
+    other_states: dict[int, np.ndarray] | None = field(default=None, init=False)
     done: int = field(default=0, init=False)  # rows that have run
     variant: Variant | None = field(default=None, init=False)  # None: the layers as they are
     guides: list[Guide] = field(default_factory=list, init=False)  # one per row of a route

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from anydecode.catalogue import Card, register
 from anydecode.engine.schedule import Schedule, ScheduledSpan, whole
 from anydecode.engine.schedules.pacing import checked_stretch, is_prompt, rows_beside
@@ -119,19 +121,34 @@ def _cut(span: Span, stops: list[int], rows: int) -> list[Span]:
         tokens = span.tokens[first : first + rows]
         inputs = None if span.inputs is None else span.inputs[first : first + rows]
         embedded = None if span.embedded is None else span.embedded[first : first + rows]
-        is_last = first + len(tokens) == len(span)
-        output_rows = [len(tokens) - 1] if is_last and len(span.output_rows) else []
-        result.append(
+        num_after = len(span) - first - len(tokens)
+        output_rows = [len(tokens) - 1] if not num_after and len(span.output_rows) else []
+        groups: list[Span] = [
             ChainSpan(
                 span.kv_cache, tokens, 0, stops[0], inputs=inputs, embedded=embedded, logits=False
             )
-        )
+        ]
         for start, stop in zip(stops, stops[1:], strict=False):
-            result.append(
+            groups.append(
                 CompletionSpan(span.kv_cache, [-1] * len(tokens), start, stop, logits=False)
             )
-        result[-1].output_rows, result[-1].logits = output_rows, span.logits
+        groups[-1].output_rows, groups[-1].logits = output_rows, span.logits
+        _divide_states(span, groups, span.num_states - num_after)
+        result += groups
     return result
+
+
+def _divide_states(span: Span, groups: list[Span], num_states: int) -> None:
+    """Let each of `groups`, which run the same rows of `span`, return what drafters read of the
+    last `num_states` rows in its layers."""
+    states: dict[int, np.ndarray] = {}
+    for part in groups:
+        part.state_layers = tuple(
+            layer
+            for layer in span.state_layers
+            if part.start < layer <= part.stop or layer == part.start == 0
+        )
+        part.num_states, part.other_states = max(0, min(len(part), num_states)), states
 
 
 def _divisible(span: Span) -> bool:
