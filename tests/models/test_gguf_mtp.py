@@ -14,6 +14,8 @@ import pytest
 
 from anydecode import LLM
 from anydecode.models.checkpoint import Checkpoint
+from anydecode.models.families.config import text_config
+from anydecode.models.families.table import FAMILIES
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.mtp import has_mtp
 from gguf_models import rewrite
@@ -38,6 +40,11 @@ LING = {**USUAL, "layer_output_norm": "final_layernorm"}
 del LING["nextn.shared_head_norm"]
 #: Hy3.
 HY = {**USUAL, "nextn.shared_head_norm": "final_layernorm"}
+STEP = {
+    **USUAL,
+    "nextn.shared_head_norm": "transformer.shared_head.norm",
+    "nextn.shared_head_head": "transformer.shared_head.output",
+}
 MIMO = "model.mtp.layers.0."
 
 
@@ -109,6 +116,29 @@ def _fused_mimo(path: Path) -> tuple[Path, Checkpoint]:
     return file, whole
 
 
+def _step(path: Path) -> tuple[Path, Checkpoint]:
+    """Step-3.5, whose module has a window and no experts."""
+    types = ["full_attention", *["sliding_attention"] * 3]
+    multimodal, step = (
+        parity_module(f"families/test_{name}") for name in ("multimodal", "step3p5")
+    )
+    settings = {
+        "num_hidden_layers": 4,
+        "layer_types": types,
+        "rope_theta": [5e4, 500.0, 500.0, 500.0],
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0],
+        "moe_layers_enum": "1,2",
+        "swiglu_limits": [0.0, 0.0, 0.2, 0.0],
+        "swiglu_limits_shared": [0.0, 0.3, 0.0, 0.0],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        usual, tower = multimodal.CASES["Step3p7"]
+        patch.setitem(multimodal.CASES, "Step3p7", ({**usual, **settings}, tower))
+        _, file = step.write(path)
+    whole = load_checkpoint(path)
+    return file, replace(whole, config=text_config(whole.config))
+
+
 #: What writes a model in both forms, whose last layer becomes that of the module; the names of the
 #: module's tensors; and the prefix of them in the published files, if it is not that of the layer.
 CASES: dict[str, tuple[Callable[[Path], tuple[Path, Checkpoint]], dict[str, str], str]] = {
@@ -130,6 +160,7 @@ CASES: dict[str, tuple[Callable[[Path], tuple[Path, Checkpoint]], dict[str, str]
     ),
     "mimo v2": (_mimo, {**USUAL, "nextn.shared_head_norm": "final_layernorm"}, MIMO),
     "mimo v2.5": (_fused_mimo, LING, MIMO),
+    "step 3.5": (_step, STEP, ""),
     "glm 5.3": (
         _hybrid(
             "glm 5.3",
@@ -149,13 +180,21 @@ def with_module(
     random = np.random.default_rng(0)
     size, count = whole.config["hidden_size"], whole.config["num_hidden_layers"]
     last = count - 1
+    shapes = {
+        "nextn.eh_proj": (size, 2 * size),
+        "nextn.shared_head_head": (whole.config["vocab_size"], size),
+    }
     module = {
-        name: (0.2 * random.standard_normal((size, 2 * size))).astype(np.float32)
-        if name.endswith("eh_proj")
+        name: (0.2 * random.standard_normal(shapes[name])).astype(np.float32)
+        if name in shapes
         else 1 + random.random(size, np.float32)
         for name in names
     }
-    stored = {f"blk.{last}.{name}.weight": tensor for name, tensor in module.items()}
+    added = np.float32(FAMILIES[whole.config["model_type"]].norm_offset)
+    stored = {
+        f"blk.{last}.{name}.weight": tensor + added * (tensor.ndim == 1)
+        for name, tensor in module.items()
+    }
     rewrite(path, metadata={"nextn_predict_layers": 1}, tensors=stored)
     layer = f"model.layers.{last}."
     tensors = {}

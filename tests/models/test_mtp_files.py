@@ -86,6 +86,10 @@ LAYOUTS = {
     **MTP_LAYOUTS,
     "mimo v2.5": MTP_LAYOUTS["mimo v2"],
     "final norm": (*MTP_LAYOUTS["nextn"][:5], "final_layernorm"),
+    "step": (
+        *("model.layers.1.", "model.layers.1.", "enorm", "hnorm", "eh_proj"),
+        "transformer.shared_head.norm",
+    ),
     "hy4": (_OF_HY4, _OF_HY4, "enorm", "hnorm", "eh_proj", "final_layernorm"),
 }
 #: The classes of modules whose layers are not those of their models.
@@ -150,6 +154,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         MIMO_V2,
         {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
         "mimo v2",
+    ),
+    "step 3.5": (
+        "Step3p7",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2],
+            "attention_other_setting": {"num_attention_heads": 6},
+            "sliding_window": 6,
+            "moe_layers_enum": "1,2",
+            "swiglu_limits": [0.0, 0.2, 0.3],
+            "swiglu_limits_shared": [0.0, 0.3, 0.0],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 40,
+        },
+        {
+            "layer_types": ["sliding_attention"],
+            "moe_layers_enum": "9",
+            "swiglu_limits": [0.0],
+            "swiglu_limits_shared": [0.0],
+        },
+        "step",
     ),
     "longcat flash": (
         "LongcatFlash",
@@ -228,7 +256,8 @@ class _Reference:
             tensors[f"{module}{name}.weight"] = weight.detach().numpy()
         tensors[f"{module}{last}.weight"] = self.module.model.norm.weight.detach().numpy()
         if self.own_head:
-            tensors[f"{module}shared_head.head.weight"] = self.head.weight.detach().numpy()
+            name = "transformer.shared_head.output" if self.layout == "step" else "shared_head.head"
+            tensors[f"{module}{name}.weight"] = self.head.weight.detach().numpy()
         if self.layout == "mimo v2.5":
             return _mimo_v2_5(whole.config, tensors)
         return Checkpoint("tiny", Path("tiny"), whole.config, tensors)
@@ -237,7 +266,9 @@ class _Reference:
         """The `count` most probable tokens behind `text`, one after the other."""
         import torch
 
-        is_raw = self.layout.startswith("mimo v2")  # whose states are those before the norms
+        is_raw = self.layout.startswith(
+            ("mimo v2", "step")
+        )  # whose states are those before the norms
         with torch.inference_mode():
             raw, normed = _states(self.target.model, input_ids=torch.tensor([text]))
             states = list((raw if is_raw else normed)[:-1])
@@ -308,7 +339,7 @@ def _mimo_v2_5(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Checkp
 def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    reference = _Reference(case, own_head=case == "glm 4.5")
+    reference = _Reference(case, own_head=case in ("glm 4.5", "step 3.5"))
     options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True}
     with mtp_llm(reference.checkpoint()) as llm:
         for temperature in (0.7, 0.0):

@@ -2,15 +2,16 @@
 prediction).
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437. Layouts: those of DeepSeek-V3 and V4,
-GLM-4.5, GLM-5.3 and Kimi K3, of Ling and Hy3, of Qwen3-Next and Qwen3.5, of Qwen3.8, of MiMo,
-MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
+GLM-4.5, GLM-5.3 and Kimi K3, of Ling and Hy3, of Step-3.5, of Qwen3-Next and Qwen3.5, of Qwen3.8,
+of MiMo, MiMo-V2-Flash and MiMo-V2.5, of LongCat-Flash, of Hy4, and of speculators.
 
 A module is one layer of the model's kind over a projection of the normed embedding of a token and
 the normed state before it. Its output after its norm is the state of the next token. Of several
 modules, the first drafts all tokens. Those of MiMo-V2-Flash and MiMo-V2.5 have a window and no
 experts, whatever the model's last layer has, and each drafts the token that it was trained for:
 module i (from 0) reads a token and the target's state i + 1 positions before it, without the
-target's final norm, as in SGLang and llama.cpp.
+target's final norm, as in SGLang and llama.cpp. The modules of Step-3.5 have a window, no experts
+and such states too.
 
 The layers of Hy4's, GLM-5.3's and Kimi K3's modules have one stream of hidden states, whatever
 those of the model have, and read what is left of the target's streams after its last layer: those
@@ -55,6 +56,8 @@ _WINDOWED = {
     "layer_types": "sliding_attention",
     "moe_layer_freq": 0,
     "mlp_layer_types": "dense",
+    "swiglu_limits": 0.0,
+    "swiglu_limits_shared": 0.0,
 }
 #: The same of DeepSeek-V4's layers, which all have experts.
 _WITHOUT_ENTRIES = {
@@ -75,11 +78,12 @@ class _Layout:
         module: The prefix of the others, whose names follow.
         projection: The projection, or that of the embedding and that of the state.
         norm: The last norm; empty: what reads the streams takes its place.
+        head: The head; the target's, if there is none of this name.
         state_first: Whether the projection reads the state before the embedding.
         mlp_norm: The norm of the MLP's inputs.
         mlp: The layer's MLP.
         is_windowed: Whether the layer has a window and no experts, which the config of the model
-            does not say, and further modules draft further tokens (MiMo-V2).
+            does not say (MiMo-V2, whose further modules draft further tokens, and Step-3.5).
         has_hyper: Whether the layer has the streams of the model and their hyper-connections, and a
             window without entries (DeepSeek-V4).
     """
@@ -90,6 +94,7 @@ class _Layout:
     state_norm: str = "hnorm"
     projection: str = "eh_proj"
     norm: str = "shared_head.norm"
+    head: str = "shared_head.head"
     state_first: bool = False
     mlp_norm: str = _MLP_NORM
     mlp: str = "mlp"
@@ -150,7 +155,9 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
     for prefix in ("model.mtp_layers.0.", "mtp_layers.0."):
         if f"{prefix}input_proj.weight" in names:
             norms = ("token_layernorm", "hidden_layernorm")
-            return _Layout(prefix, prefix, *norms, "input_proj", "final_layernorm", True)
+            return _Layout(
+                prefix, prefix, *norms, "input_proj", "final_layernorm", state_first=True
+            )
         if f"{prefix}eh_proj.weight" in names:
             return _Layout(prefix, prefix, norm="final_layernorm")
     prefix, own = "model.mtp.layers.0.", "layers.0."
@@ -166,6 +173,11 @@ def _layout(names: Mapping[str, Any]) -> _Layout | None:
     if not layers:
         return None
     prefix, norm = layers[0][1], "shared_head.norm"
+    start = "transformer.shared_head"  # of Step-3.5
+    if f"{prefix}{start}.norm.weight" in names:
+        return _Layout(
+            prefix, prefix, norm=f"{start}.norm", head=f"{start}.output", is_windowed=True
+        )
     if f"{prefix}hc_head.hc_fn" in names:
         return _Layout(prefix, prefix, projection="e_proj h_proj", has_hyper=True)
     if f"{prefix}final_layernorm.weight" in names:  # of Ling 2 and 3, and of Hy3
@@ -220,7 +232,7 @@ def _with_window(config: dict[str, Any], kinds: Mapping[str, Any] = _WINDOWED) -
         return {**config, "text_config": _with_window(config["text_config"], kinds)}
     count = num_layers(config)
     longer = {
-        key: [*value[:count], kinds[key]]
+        key: [*value[:count], value[count] if len(value) > count else kinds[key]]
         for key, value in config.items()
         if key in kinds and isinstance(value, list)
     }
@@ -285,7 +297,7 @@ class _Mtp:
             if layer.attention is None or layer.attention.window is None or layer.num_experts:
                 raise CheckpointError(
                     f"{self.name}: the module needs lists of the model's layers with windows"
-                    " and without experts (hybrid_layer_pattern and moe_layer_freq)"
+                    " and without experts (hybrid_layer_pattern and moe_layer_freq, or layer_types)"
                 )
             return self.whole.num_layers - 1
         if self.layout.has_hyper:
@@ -308,9 +320,9 @@ class _Mtp:
         """The drafter's network."""
         embedding, hidden = self.target.weights.embedding, self.whole.hidden_size
         packed, head = [embedding], self.target.weights.head
-        if self._has("shared_head.head"):
+        if self._has(self.layout.head):
             shape = (self.whole.vocab_size, hidden)
-            head = self.reader.matrix(self._own("shared_head.head"), shape, is_outer=True)
+            head = self.reader.matrix(self._own(self.layout.head), shape, is_outer=True)
         else:
             packed.append(head)
         layer = read_layer(self.reader, self.base, self.config, self.index)

@@ -174,8 +174,8 @@ def _convert(
         count = config.get("num_local_experts") or config.get("num_experts") or 0
         if is_extra and architecture in WITHOUT_NEXTN:
             return []
-        module_prefix, module_names = NEXTN_MODULES.get(architecture, (prefix, {}))
-        if is_extra:
+        module_prefix, module_names = NEXTN_MODULES.get(architecture, ("", {}))
+        if is_extra and module_prefix:
             prefix = module_prefix.format(int(layer) - num_layers)
         if part in FACTORS.get(architecture, ()):
             return []

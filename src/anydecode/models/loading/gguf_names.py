@@ -78,13 +78,20 @@ NEXTN = {
     "nextn.hc_head_down": "hyper_connection_mixer.input_mix_weight_down",
     "nextn.hc_head_up": "hyper_connection_mixer.input_mix_weight_up",
 }
-#: Where the modules of an architecture, one for each further token, are in its other files, and
-#: what they call tensors.
+#: Where the modules of an architecture are in its other files, if not behind its layers, and what
+#: they call tensors.
 NEXTN_MODULES = {
     "mimo2": (
         "model.mtp.layers.{}.",
         {"ffn_norm": "pre_mlp_layernorm", "nextn.shared_head_norm": "final_layernorm"},
-    )
+    ),
+    "step35": (
+        "",
+        {
+            "nextn.shared_head_norm": "transformer.shared_head.norm",
+            "nextn.shared_head_head": "transformer.shared_head.output",
+        },
+    ),
 }
 #: Several streams of hidden states.
 _STREAMS = {
@@ -592,7 +599,7 @@ FLAT = (
 #: RWKV-7: the first layer does not mix its values; files have another product's in that place.
 UNUSED_IN_FIRST = dict.fromkeys(("rwkv7", "arwkv7"), ("time_mix_v0", "time_mix_v1", "time_mix_v2"))
 #: Architectures whose layers that predict further tokens are left out.
-WITHOUT_NEXTN = (*("nemotron_h_moe", "exaone-moe", "step35", "cohere2moe", "deepseek4", "hy_v4"),)
+WITHOUT_NEXTN = ("nemotron_h_moe", "exaone-moe", "cohere2moe", "deepseek4", "hy_v4")
 #: Factors of a weight and of its inputs, which are read with it, and of activations, which are not
 #: used.
 SCALES = ("scale", "columns", "input_scale")
