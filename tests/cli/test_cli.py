@@ -228,13 +228,21 @@ def test_printed_speed_can_be_recomputed(seconds: float) -> None:
     assert f"{float(found[0]) / float(found[1]):.1f}" == found[2]
 
 
-def test_an_address_in_use_is_an_error_before_a_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that loads a model fails."""
+
     def load(*given: Any, **options: Any) -> None:
         raise AssertionError("a model was loaded")
 
+    monkeypatch.setattr(options, "load", load)
     monkeypatch.setattr("anydecode.api.llm.LLM", load)
+
+
+@pytest.mark.usefixtures("loads_no_model")
+def test_an_address_in_use_is_an_error_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert invoke("serve", "tiny-autoregressive", "--port", port) == main.USAGE_ERROR
@@ -257,14 +265,10 @@ def test_an_address_in_use_is_an_error_before_a_model_is_loaded(
         ["serve", "tiny-autoregressive", "--port", "0", "--allow-decoder", "nonsense"],
     ],
 )
+@pytest.mark.usefixtures("loads_no_model")
 def test_a_wrong_method_is_an_error_before_a_model_is_loaded(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load(*given: Any, **options: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(options, "load", load)
-    monkeypatch.setattr("anydecode.api.llm.LLM", load)
     assert invoke(*arguments) == main.USAGE_ERROR
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and ("nonsense" in error or "sise" in error)

@@ -453,6 +453,36 @@ def test_harmony_may_name_the_function_behind_the_role(before: str) -> None:
         assert names == (["get_weather"] if end > text.index("_weather") + 8 else names[:1])
 
 
+@pytest.mark.parametrize(
+    ("format_name", "text"),
+    [
+        (
+            "seed",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=town>Oslo</parameter>\n"
+            "</function>\n</seed:tool_call>",
+        ),
+        (
+            "minimax-m2",
+            '<minimax:tool_call>\n<invoke name="get_weather">\n'
+            '<parameter name="town">Oslo</parameter>\n</invoke>\n</minimax:tool_call>',
+        ),
+        (
+            "qwen3-coder",
+            "<tool_call>\n<function=get_weather>\n<parameter=town>\nOslo\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        (
+            "glm-4.7",
+            "<tool_call>get_weather<arg_key>town</arg_key><arg_value>Oslo</arg_value></tool_call>",
+        ),
+    ],
+)
+def test_calls_in_tags_are_written_as_in_the_published_templates(
+    format_name: str, text: str
+) -> None:
+    assert TOOL_FORMATS[format_name].render([("get_weather", {"town": "Oslo"})], SCHEMAS) == text
+
+
 #: Parts of the chat templates of published models.
 TEMPLATES = {
     "gpt-oss": '"functions." + name + "<|channel|>commentary " + "json<|message|>" <|call|>',
