@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -68,15 +69,17 @@ def served_by(llm: LLM, arriving: Sequence[Arrival]) -> list[Served]:
     llm.driver.run_in_background()
     start = time.monotonic()
     sent = [_send(llm, one, start, namespace) for one in arriving]
-    while not all(request.done for _, request in sent):
-        time.sleep(0.05)
-    for _, request in sent:
+    for _, request, is_done in sent:
+        is_done.wait()
         request.generation()  # raises its error, if any
-    return [served for served, _ in sent]
+    return [served for served, _, _ in sent]
 
 
-def _send(llm: LLM, arrival: Arrival, start: float, namespace: int) -> tuple[Served, Request]:
-    """Submit a request at its time; its `Served` fills as the tokens come."""
+def _send(
+    llm: LLM, arrival: Arrival, start: float, namespace: int
+) -> tuple[Served, Request, Event]:
+    """Submit a request at its time; its `Served` fills as the tokens come. The event is set when it
+    is done."""
     time.sleep(max(0.0, start + arrival.time - time.monotonic()))
     request = llm.request(
         arrival.prompt,
@@ -86,15 +89,17 @@ def _send(llm: LLM, arrival: Arrival, start: float, namespace: int) -> tuple[Ser
         namespace=namespace,
     )
     [job] = request.jobs
-    served = Served(arrival.time)
+    served, is_done = Served(arrival.time), Event()
 
     def on_progress() -> None:  # on the thread of the engine or fleet
         num_new = len(job.sequence.tokens) - len(served.token_times)
         served.token_times += [time.monotonic() - start] * num_new
+        if request.done:
+            is_done.set()
 
     request.notify(on_progress)
     llm.driver.submit(job)
-    return served, request
+    return served, request, is_done
 
 
 def request_seconds(num_requests: int = 100) -> float:
