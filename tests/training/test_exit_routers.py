@@ -138,6 +138,17 @@ def test_a_run_of_another_model_or_width_is_not_resumed(tmp_path: Path) -> None:
             _Separable(llm, tmp_path / "new", RouterRecipe(steps=2), ["a"])
 
 
+def test_a_model_without_a_chat_template_learns_from_answers_to_tasks(tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = None
+    with LLM(tiny_model(), tokenizer=tokenizer) as llm:
+        run = RouterRun(
+            llm, tmp_path, RouterRecipe(steps=1, interval=1, width=4, tokens=2, answers=3)
+        )
+    run.train()
+    assert run.qualities()
+
+
 def test_states_are_similar_by_their_direction() -> None:
     states = np.array([[3.0, 0.1], [1.0, 0.5], [0.1, 2.0]], np.float32)
     last = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]], np.float32)

@@ -22,11 +22,11 @@ from anydecode.errors import InvalidRequestError, UnsupportedCombinationError
 from anydecode.sampling.autodeco import MAX_TEMPERATURE, MIN_TEMPERATURE, NUM_FEATURES, Heads
 from anydecode.training.generated import (
     CHUNK,
-    generate_prompts,
     read_states,
     rendered_prompt,
     run_requests,
 )
+from anydecode.training.own_answers import prompts_to_answer
 
 #: Slope of a token's weight beyond the nucleus: exp(-NUCLEUS_SLOPE * (mass up to it - top_p)).
 NUCLEUS_SLOPE = 30.0
@@ -339,9 +339,9 @@ def train_autodeco(
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> tuple[HeadsModule, Gain]:
     """Train heads for the model of `llm` on its own answers to `prompts`, and measure them on
-    held-out texts. Without `prompts`, the model generates them."""
+    held-out texts. Without `prompts`, they are those of `prompts_to_answer`."""
     encoded = [llm.encode(rendered_prompt(llm.tokenizer, text)) for text in prompts]
-    encoded = encoded or generate_prompts(llm, recipe.prompts, recipe.seed)
+    encoded = encoded or prompts_to_answer(llm, recipe.prompts, recipe.seed)
     if len(encoded) < 2:
         raise InvalidRequestError("autodeco needs at least two prompts: one is held out")
     rows = collect_rows(llm, [one for one in generate_answers(llm, encoded, recipe) if one[1]])

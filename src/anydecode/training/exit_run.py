@@ -21,7 +21,8 @@ from anydecode.api.llm import LLM
 from anydecode.errors import InvalidRequestError
 from anydecode.models.exit_files import model_fingerprint, network_of
 from anydecode.training.checkpoint import load_state, save_state
-from anydecode.training.generated import generate_prompts, rendered_prompt
+from anydecode.training.generated import rendered_prompt
+from anydecode.training.own_answers import prompts_to_answer
 from anydecode.training.run import check_budget
 from anydecode.training.weight_run import WeightRun
 
@@ -145,7 +146,7 @@ class ExitRun(WeightRun):
         stored = load_state(folder / "data.pt")
         if stored is None or not (folder / "state.pt").is_file():
             encoded = [rendered_prompt(llm.tokenizer, text) for text in prompts]
-            encoded = encoded or generate_prompts(llm, recipe.answers, recipe.seed)
+            encoded = encoded or prompts_to_answer(llm, recipe.answers, recipe.seed)
             if len(encoded) < 2:
                 raise InvalidRequestError("training needs two prompts or more: one is held out")
             self.rows = self._collect(llm, encoded, report)
