@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from anydecode import LLM
 from anydecode.cli import main
 from anydecode.constraints.languages import Regex
-from anydecode.errors import CheckpointError, InvalidRequestError
+from anydecode.errors import CheckpointError, InvalidRequestError, UnsupportedCombinationError
 from anydecode.models.loading import load_checkpoint
 
 RECOMMENDED: dict[str, Any] = {
@@ -128,6 +128,24 @@ def test_another_file_replaces_that_of_the_model(folder: Path, tmp_path: Path) -
         LLM(folder, generation_config=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"no file .*nowhere.* auto or none"):
         LLM(folder, generation_config=tmp_path / "nowhere")
+
+
+def test_an_error_about_a_recommended_option_says_where_it_comes_from(tmp_path: Path) -> None:
+    """A method that cannot follow the recommendation fails: another text would not be the one that
+    the model's authors recommend."""
+    folder = folder_with(tmp_path, repetition_penalty=1.5)
+    with LLM(folder, generation_config="auto") as llm:
+        with pytest.raises(UnsupportedCombinationError) as caught:
+            llm.generate("a", decoder="ceed", max_tokens=2)
+        assert str(caught.value).endswith(
+            "; the model's generation settings recommend repetition_penalty=1.5, which"
+            " generation_config='none' (--generation-config none) leaves out"
+        )
+        assert llm.generate("a", decoder="ceed", max_tokens=2, repetition_penalty=1).tokens
+        for options in ({"constraint": Regex("a")}, {"repetition_penalty": 1.5}):
+            with pytest.raises(UnsupportedCombinationError) as caught:
+                llm.generate("a", decoder="ceed", max_tokens=2, **options)
+            assert "recommend" not in str(caught.value)
 
 
 def test_every_end_of_text_token_ends_a_text(tmp_path: Path) -> None:

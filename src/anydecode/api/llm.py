@@ -54,7 +54,7 @@ from anydecode.api.options import (
 from anydecode.api.prefix_spill import open_spill, parse_bytes, stable_name
 from anydecode.api.request import Request
 from anydecode.api.resources import Resources
-from anydecode.api.sampling_defaults import missing_defaults, sampling_defaults
+from anydecode.api.sampling_defaults import NONE, missing_defaults, sampling_defaults
 from anydecode.api.scoring import Likelihood, LikelihoodDecoder
 from anydecode.api.segment_rollout import Segment
 from anydecode.api.words import word_tokens
@@ -795,12 +795,12 @@ class LLM:
             InvalidRequestError: If an option is unknown or invalid, or the prompt does not fit.
         """
         check_names(sampling)
-        own = {
+        kinds = {
             "sampler": sampler, "constraint": constraint, "adapter": adapter, "trace": trace,
             "namespace": namespace, "first_finish": first_finish, "segment": segment,
             "resume": resume, "prompt_embeds": prompt_embeds,
         }  # fmt: skip
-        check_kinds(own, GenerateOptions)
+        check_kinds(kinds, GenerateOptions)
         # A schedule compares priorities, also with those of other requests.
         if not isinstance(priority, Real) or priority != priority:
             raise InvalidRequestError(f"priority must be a number, not {quoted(priority)}")
@@ -837,11 +837,11 @@ class LLM:
                 raise InvalidRequestError(f"banned_words must be a list of words, not {words!r}")
             if not isinstance(words, BannedWordTable):
                 given["banned_words"] = word_tokens(self.tokenizer, words)
-        request = self.request_type(
+        create = partial(
+            self.request_type,
             self.resources,
             self.encode(prompt),
             method,
-            SamplingParams(**given),
             name=name,
             constraint=text_constraint,
             adapter=self._adapters.find(adapter),
@@ -864,6 +864,11 @@ class LLM:
                 else self._encode("prediction", prediction, special=False)
             ),
         )
+        try:
+            request = create(SamplingParams(**given))
+        except InvalidRequestError as error:
+            own = {key: value for key, value in given.items() if key not in defaults}
+            raise _with_source(error, create, own, defaults) from None
         request.sampling_defaults = defaults
         return request
 
@@ -1060,6 +1065,25 @@ class LLM:
             )
         text = self.tokenizer.render_chat(rendered, **(variables or {}))
         return self.tokenizer.encode(text, special=False)
+
+
+def _with_source(
+    error: InvalidRequestError,
+    create: Callable[[SamplingParams], Request],
+    own: dict[str, Any],
+    defaults: Mapping[str, float],
+) -> InvalidRequestError:
+    """`error` of a request, which says where `defaults` come from if there is none without them.
+    `own` are the other sampling options."""
+    try:
+        create(SamplingParams(**{"temperature": DEFAULT_TEMPERATURE, **own}))
+    except InvalidRequestError:
+        return error
+    options = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    return type(error)(
+        f"{error}; the model's generation settings recommend {options}, which"
+        f" generation_config={NONE!r} (--generation-config {NONE}) leaves out"
+    )
 
 
 def _no_conversation(given: object) -> InvalidRequestError:
