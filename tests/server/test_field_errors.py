@@ -23,7 +23,30 @@ MESSAGES = [{"role": "user", "content": "a"}]
     [
         (CHAT, {"messages": None}, "messages must be a list", "messages"),
         (CHAT, {"messages": []}, "messages is empty", "messages"),
-        (CHAT, {"messages": [5]}, "messages.0 must be an object, not 5", "messages.0"),
+        (
+            CHAT,
+            {"messages": [5]},
+            'messages.0 must be an object, such as {"role": "user", "content": "Hello"}, not 5',
+            "messages.0",
+        ),
+        (
+            CHAT,
+            {"prediction": "a"},
+            'prediction must be an object, such as {"type": "content", "content": "expected text"}',
+            "prediction",
+        ),
+        (
+            CHAT,
+            {"stream_options": [1]},
+            'stream_options must be an object, such as {"include_usage": true}',
+            "stream_options",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "tools": {"name": "a"}},
+            'tools must be a list, such as [{"type": "function", "function": {"name":',
+            "tools",
+        ),
         (
             CHAT,
             {"messages": [{"role": "user", "content": True}]},

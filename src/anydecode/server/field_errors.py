@@ -23,6 +23,27 @@ _KINDS = {
     "model_type": "an object",
     "string_type": "a string",
 }
+_MESSAGE = {"role": "user", "content": "Hello"}
+_TOOL = {"type": "function", "function": {"name": "get_time"}}
+#: Values of fields that are objects and lists, by the last part of their path ("*" for a number,
+#: with the part before it).
+_EXAMPLES: dict[str, Any] = {
+    "allowed_tools": {"mode": "auto", "tools": [_TOOL]},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "documents": ["first text", "second text"],
+    "function": _TOOL["function"],
+    "logit_bias": {"50256": -100},
+    "messages": [_MESSAGE],
+    "messages.*": _MESSAGE,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "prediction": {"type": "content", "content": "expected text"},
+    "reasoning": {"effort": "low"},
+    "response_format": {"type": "json_object"},
+    "stream_options": {"include_usage": True},
+    "structured_outputs": {"choice": ["yes", "no"]},
+    "tools": [_TOOL],
+    "tools.*": _TOOL,
+}
 #: What a value must be or have, with the values of pydantic's error.
 _RULES = {
     "finite_number": "be a finite number",
@@ -61,11 +82,21 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         message = _described(f"the name {place[-1]!r} in {parent}", error)
     elif all(_kind(one) for one in here) and (name not in ALLOWED or error["type"] == "bool_type"):
         kinds = dict.fromkeys(filter(None, map(_kind, here)))
-        message = f"{name or 'the body'} must be {' or '.join(kinds)}{_given(error)}"
+        described = f"{' or '.join(kinds)}{example(name, *kinds)}"
+        message = f"{name or 'the body'} must be {described}{_given(error)}"
     else:
         message = _described(name, error)
     code = "unknown_parameter" if error["type"] == "extra_forbidden" else "invalid_body"
     return ApiError(400, message, code=code, param=name or None)
+
+
+def example(name: str, *kinds: str) -> str:
+    """An example of a value of the field `name`, if it must be an object or a list."""
+    path = ["*" if part.isdecimal() else part for part in name.split(".")]
+    last = ".".join(path[-2:]) if path[-1] == "*" else path[-1]
+    if last not in _EXAMPLES or not {"an object", "a list"}.intersection(kinds):
+        return ""
+    return f", such as {json.dumps(_EXAMPLES[last])}"
 
 
 def _kind(error: Mapping[str, Any]) -> str | None:
@@ -91,7 +122,7 @@ def _described(name: str, error: Mapping[str, Any]) -> str:
         number = "a number, " if kind == "float_type" else ""
         return f"{name} must be {number}{ALLOWED[name]}{_given(error)}"
     if kind in _KINDS:
-        return f"{field} must be {_KINDS[kind]}{_given(error)}"
+        return f"{field} must be {_KINDS[kind]}{example(name, _KINDS[kind])}{_given(error)}"
     if kind == "string_pattern_mismatch":
         return f"{field} must be {_PATTERNS[values['pattern']]}"
     if kind in _RULES:

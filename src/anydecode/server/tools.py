@@ -11,6 +11,7 @@ from typing import Any
 from anydecode.constraints.tools.formats import ToolFormat
 from anydecode.errors import ConstraintError
 from anydecode.server.errors import ApiError, api_error
+from anydecode.server.field_errors import example
 from anydecode.server.protocol import StructuredOutputs, Tool
 
 #: The fields that describe a schema in a response format.
@@ -226,7 +227,9 @@ def _fields_of_choice(choice: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     parts = [("tool_choice", choice, names)]
     if is_nested:
         if not isinstance(choice[kind], dict):
-            raise ApiError(400, f"tool_choice.{kind} must be an object", param="tool_choice")
+            field = f"tool_choice.{kind}"
+            message = f"{field} must be an object{example(field, 'an object')}"
+            raise ApiError(400, message, param="tool_choice")
         parts.append((f"tool_choice.{kind}", choice[kind], known))
     for path, part, names in parts:
         for name in sorted(part.keys() - names):
