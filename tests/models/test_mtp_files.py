@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from anydecode import LLM
+from anydecode.benchmarks.speculative_bench import bench_speculative
 from anydecode.certification.tiny import tiny_network
 from anydecode.certification.tiny_heads import MTP_LAYOUTS, mtp_checkpoint
 from anydecode.errors import CheckpointError, UnsupportedCombinationError
@@ -466,6 +467,18 @@ def test_a_module_is_found_in_the_folder_of_its_model(
         assert drafted.tokens == plain.tokens
         drafts.append([event["drafted"] for event in drafted.trace or ()])
     assert drafts[0] == drafts[1] and any(drafts[0])
+
+
+def test_a_module_is_opened_by_the_benchmark_of_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = _folder(tmp_path), tmp_path / "question.jsonl"
+    data.write_text(json.dumps({"category": "a", "turns": ["abc", "more"]}))
+    bench_speculative(
+        [data], "mtp", str(folder), None, threads=1, tokens=2, temperatures="0", warm=False,
+        company="",
+    )  # fmt: skip
+    assert f"mtp: draft model {folder.name} (MTP)\n" in capsys.readouterr().out
 
 
 def test_a_model_without_a_module_says_what_is_missing(tmp_path: Path) -> None:

@@ -199,6 +199,8 @@ def bench_speculative(
         for method in (PLAIN, *chosen):
             llm, key = find_llm(llms, method)
             needs = llm.decoder(key).requirements
+            if needs.finds_draft and llm.finds_draft:
+                llm.open_own_draft()  # as its first request does
             llm.resources.check_decoder(key, needs)
             draft_models[method] = llm.resources.draft_models(needs)
         workers: list[Worker | LlamaServer] = []
