@@ -314,6 +314,58 @@ def test_a_server_process_reports_its_stopped_engine_and_then_fails(drain: int) 
         process.kill()
 
 
+_ENDLESS_PROGRAM = """
+import sys, time
+from anydecode.certification.checks import scripted_llm
+from anydecode.server.running import serve
+from anydecode.server.settings import Settings
+llm = scripted_llm()
+step = llm.engine.step
+def slow():
+    time.sleep(0.005)
+    step()
+    if 0 < llm.engine.num_tokens < 10:
+        print("generates", file=sys.stderr, flush=True)
+llm.engine.step = slow
+serve(llm, Settings(port=0, drain_seconds=1000))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT cannot be sent to one process")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_second_interrupt_answers_the_running_requests(stream: bool) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _ENDLESS_PROGRAM], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr)
+        url = next(
+            found[1]
+            for line in lines
+            if (found := re.search(r"running on (http://[0-9.:]+)", line))
+        )
+        answers: list[httpx.Response] = []
+        with httpx.Client(base_url=url, timeout=WAIT, trust_env=False) as http:
+            body = {"prompt": "abc", "max_tokens": 3000, "ignore_eos": True, "stream": stream}
+            thread = threading.Thread(
+                target=lambda: answers.append(http.post("/v1/completions", json=body)), daemon=True
+            )
+            thread.start()
+            assert any("generates" in line for line in lines)
+            process.send_signal(signal.SIGINT)
+            assert any("Shutting down" in line for line in lines)
+            process.send_signal(signal.SIGINT)
+            thread.join(WAIT)
+        process.wait(WAIT)
+        [answer] = answers
+        assert answer.status_code == (200 if stream else 503)
+        error = events(answer.text)[-1] if stream else answer.json()
+        assert error["error"]["message"] == "the server is shutting down"
+    finally:
+        process.kill()
+
+
 class FailsAtStart(Decoder):
     """Raises when its generator is created."""
 

@@ -35,14 +35,20 @@ _ANSWER_SECONDS, _END_SECONDS = 5, 0.1
 
 class _Server(uvicorn.Server):
     """A uvicorn server that refuses new requests once a shutdown is requested, while running
-    requests continue. If the engine has stopped, it reports that for `drain_seconds`, and ends."""
+    requests continue. A second SIGINT ends them, and their clients are answered that the server
+    shuts down; a third one ends the process. If the engine has stopped, the server reports that for
+    `drain_seconds`, and ends."""
 
+    _loop: asyncio.AbstractEventLoop | None = None  # once it starts
+    _is_urgent: asyncio.Event  # set by the second SIGINT
     _stop_time: float | None = None  # when the engine was found stopped
     _has_frozen = False  # whether the objects that no collection looks at are those of this server
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # The engine's thread and the event loop wait so long for a thread that computes.
         sys.setswitchinterval(_SWITCH_SECONDS)
+        self._is_urgent = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         state = self.config.app.app.state  # type: ignore[union-attr]
         await state.batches.resume()
@@ -66,7 +72,7 @@ class _Server(uvicorn.Server):
         state = self.config.app.app.state  # type: ignore[union-attr]
         responses, batches = state.responses, state.batches
         drained = asyncio.gather(responses.drain(), batches.drain())
-        ending = asyncio.ensure_future(self._end_requests(state.models, drained))
+        ending = asyncio.ensure_future(self._end_requests(state, drained))
         await asyncio.gather(super().shutdown(sockets), drained)
         ending.cancel()
         await responses.close()
@@ -75,10 +81,15 @@ class _Server(uvicorn.Server):
         if self._has_frozen:
             gc.unfreeze()
 
-    async def _end_requests(self, models: ServedModels, drained: asyncio.Future[Any]) -> None:
-        """End the requests that still run after `drain_seconds`, so that they are answered: also
-        those that are still being prepared then."""
-        await asyncio.sleep(models.settings.drain_seconds)
+    async def _end_requests(self, state: Any, drained: asyncio.Future[Any]) -> None:
+        """End the requests that still run after `drain_seconds`, or if the shutdown is urgent, so
+        that they are answered: also those that are still being prepared then."""
+        models: ServedModels = state.models
+        try:
+            await asyncio.wait_for(self._is_urgent.wait(), models.settings.drain_seconds)
+            await asyncio.gather(state.responses.drain(0), state.batches.drain(0))
+        except asyncio.TimeoutError:
+            pass
         await asyncio.shield(drained)  # what runs in the background has ended in its own way
         while True:
             for service in models.loaded:
@@ -99,7 +110,12 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         admission = self.config.app
         admission.draining = True  # type: ignore[union-attr]
-        super().handle_exit(sig, frame)
+        is_second = self.should_exit and sig == signal.SIGINT
+        if is_second and self._loop is not None and not self._is_urgent.is_set():
+            # uvicorn would leave at once, after a plain status 500 to the clients that wait.
+            self._loop.call_soon_threadsafe(self._is_urgent.set)
+        else:
+            super().handle_exit(sig, frame)
 
 
 def _server(models: ServedModels, telemetry: Telemetry | None = None) -> _Server:

@@ -93,11 +93,13 @@ class BatchesApi:
         for stored in await self._store.unfinished():
             self.runner.start(stored)
 
-    async def drain(self) -> None:
-        """Wait for the lines that are running. What is left of the batches is run by the next
-        process with the same file."""
+    async def drain(self, seconds: float | None = None) -> None:
+        """Wait for the lines that are running, for at most `seconds`, by default the
+        `drain_seconds` of the settings. What is left of the batches is run by the next process with
+        the same file."""
         if self.runner is not None:
-            await self.runner.drain(self._settings.drain_seconds)
+            limit = self._settings.drain_seconds if seconds is None else seconds
+            await self.runner.drain(limit)
 
     async def upload(self, http: HttpRequest) -> Response:
         """Store a file."""

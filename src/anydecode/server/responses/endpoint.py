@@ -53,9 +53,10 @@ class ResponsesApi:
             self.database = Database(settings.store)
             self.store = ResponseStore(self.database, settings.store_bytes, settings.store_seconds)
 
-    async def drain(self) -> None:
-        """Wait for the responses in the background; those that run for too long fail."""
-        await self.background.drain(self.settings.drain_seconds)
+    async def drain(self, seconds: float | None = None) -> None:
+        """Wait for the responses in the background; those that still run after `seconds`, by
+        default the `drain_seconds` of the settings, fail."""
+        await self.background.drain(self.settings.drain_seconds if seconds is None else seconds)
 
     async def close(self) -> None:
         """End what still runs in the background, and close the database."""
