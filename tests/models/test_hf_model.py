@@ -16,6 +16,8 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CpmAntConfig,
+    CpmAntForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
@@ -29,6 +31,7 @@ from anydecode.errors import AnydecodeError, CheckpointError, UnsupportedCombina
 from anydecode.kernels.interface import KeyValues, OutputSpec, Rows
 from anydecode.models.families import advice, spec_from_config
 from anydecode.models.hf import HuggingFaceModel
+from anydecode.models.scripted import ByteTokenizer
 from model_files import tokenizer_json
 from tiny_models import hf_logits, hf_model
 
@@ -319,3 +322,28 @@ def test_unsupported_rows_are_rejected() -> None:
         model.run(rows(), cache, OutputSpec(output_spec.logits, {1: output_spec.logits}))
     with pytest.raises(UnsupportedCombinationError, match="hidden states"):
         model.head(np.zeros((1, 32), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([65], "it gives logits of 0 positions for 1 tokens"),
+        ([65, 66, 67], "fails on these tokens"),
+    ],
+)
+def test_a_model_that_fails_on_tokens_is_named_in_one_line(prompt: list[int], message: str) -> None:
+    """CPM-Ant takes the first tokens for something else than text."""
+    config = CpmAntConfig(
+        vocab_size=300,
+        hidden_size=16,
+        num_attention_heads=2,
+        dim_head=8,
+        dim_ff=32,
+        num_hidden_layers=2,
+        prompt_length=4,
+    )
+    with LLM(CpmAntForCausalLM(config).eval(), tokenizer=ByteTokenizer()) as llm:
+        with pytest.raises(UnsupportedCombinationError, match=message) as caught:
+            llm.generate(prompt, max_tokens=2)
+    assert str(caught.value).startswith("CpmAntForCausalLM runs through transformers")
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from anydecode.errors import UnsupportedCombinationError
+from anydecode.errors import UnsupportedCombinationError, one_line
 from anydecode.kernels.interface import Attention, KeyValues, Output, OutputSpec, Rows
 from anydecode.models.spec import LayerSpec, ModelSpec
 
@@ -94,7 +94,21 @@ class HuggingFaceModel:
         if self._takes_positions:
             positions = torch.arange(num_cached, len(path), device=ids.device)
             options["position_ids"] = positions[None]
-        output = self.model(input_ids=ids[None], past_key_values=past, use_cache=True, **options)
+        try:
+            output = self.model(
+                input_ids=ids[None], past_key_values=past, use_cache=True, **options
+            )
+        except Exception as error:  # each architecture has errors of its own
+            raise UnsupportedCombinationError(
+                f"{self.name} runs through transformers, which fails on these tokens:"
+                f" {one_line(error)}"
+            ) from error
+        num_rows = output.logits.shape[1]
+        if num_rows != ids.numel():
+            raise UnsupportedCombinationError(
+                f"{self.name} runs through transformers and cannot be used: it gives logits of"
+                f" {num_rows} positions for {ids.numel()} tokens"
+            )
         past = getattr(output, "past_key_values", None)
         if past is not None:
             self._cached.insert(0, (path.copy(), past))
