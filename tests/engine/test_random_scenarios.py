@@ -126,3 +126,23 @@ def test_memory_of_ended_jobs_that_is_not_freed_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(Engine, "_release", only_of_running)
     kinds = {one.kind for one in failures_of(range(2), ["tiny"])}
     assert kinds & {"left: slots", "engine: AssertionError"}
+
+
+def test_a_long_prompt_gets_the_memory_of_jobs_that_are_preempted_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wrong twin: a job that was preempted for the prompt runs again at once, and takes what is
+    then too little for it: it is preempted next for what the other one holds, and so on."""
+    options = {"decoder": "speculative-sampling", "temperature": 0.0, "max_tokens": 17}
+    requests = [
+        {**options, "prompt": [(3 + 7 * i) % 250 for i in range(197)], "max_tokens": 1},
+        {**options, "prompt": "one two three one two three one"},
+        {**options, "prompt": 'name: "x", name: "y", name: "'},
+    ]
+    engine = {"cache_positions": 200, "drafting": "fixed"}
+    events = [("start", 0), ("start", 1), ("steps", 3), ("start", 2)]
+    assert play(Scenario("tiny", engine, requests, events))[0] == []
+    at_once = property(lambda job: None, lambda job, request: None)
+    monkeypatch.setattr(Job, "gives_way_to", at_once, raising=False)
+    failures, _ = play(Scenario("tiny", engine, requests, events))
+    assert "endless" in {failure.kind for failure in failures}

@@ -80,6 +80,8 @@ class Job:
         restarted: Number of tokens, and whether no other job ran, when the job last started again
             because it had filled the memory alone.
         is_long: Whether its decoder was suspended when it was last resumed.
+        gives_way_to: The score request of another job that it was preempted for, while that has no
+            slots.
     """
 
     sequence: Sequence
@@ -96,6 +98,7 @@ class Job:
     done: bool = False
     restarted: tuple[int, bool] = (-1, False)
     is_long: bool = False
+    gives_way_to: ScoreRequest | None = None
 
     @property
     def requests(self) -> list[ScoreRequest]:
@@ -328,7 +331,7 @@ class Engine:
         while self.waiting and len(self.running) < self.max_running:
             index = self._target_schedule.next_job([job.sequence for job in self.waiting])
             job = self.waiting[index]
-            if self.running and not self._has_room(job):
+            if self.running and (job.gives_way_to in self._owners or not self._has_room(job)):
                 return
             del self.waiting[index]
             self._target_schedule.admitted(job.sequence)
@@ -368,6 +371,11 @@ class Engine:
         if plan is None:
             self._end_failed(runner)
             return
+        if self.waiting:
+            served = {request for request, _, _ in plan.scheduled}
+            for job in self.waiting:
+                if job.gives_way_to in served:
+                    job.gives_way_to = None
         if runner.name == TARGET:
             for request, _, _ in plan.scheduled:
                 try:
@@ -724,9 +732,10 @@ class Engine:
 
         If the schedule selects the owner of `request` itself, it waits instead. So the job that the
         schedule would preempt last keeps its memory until it ends, and jobs cannot preempt each
-        other for ever. A job that fills the memory alone starts again, as its caches may share more
-        then. If it fills the memory again without a new token, it starts again without drafts, and
-        then it ends.
+        other for ever. The preempted one runs again once `request` has slots: else two jobs could
+        take turns in holding what it needs. A job that fills the memory alone starts again, as its
+        caches may share more then. If it fills the memory again without a new token, it starts
+        again without drafts, and then it ends.
         """
         owner = self._owners[request]
         planned = planned | {
@@ -748,6 +757,7 @@ class Engine:
             if victim is owner or victim in self._suspended:
                 return False
             self.preempt(victim)
+            victim.gives_way_to = request
             return True
         if planned or self._in_flight:
             return False
