@@ -84,10 +84,11 @@ class Resources:
         """Whether the tokens of the draft model of `runner` are the target's."""
         return runner not in self._other_vocabularies
 
-    @property
-    def _num_tokens(self) -> int:
-        """The number of tokens that texts of the target have; its head may have more rows."""
-        return min(self.tokenizer.vocab_size, self.model.spec.vocab_size)
+    def _lacks_tokens(self, runner: str) -> bool:
+        """Whether the draft model of `runner` lacks tokens that texts of the target may have. The
+        heads of both may have more rows."""
+        size = self.engine.runners[runner].model.spec.vocab_size
+        return size < self.model.spec.vocab_size and size < self.tokenizer.vocab_size
 
     def check_generates(self) -> None:
         """Check that the target can generate text.
@@ -159,11 +160,12 @@ class Resources:
                     " with recurrent layers, or with entries of several positions, does not allow"
                 )
         for runner in () if needs.can_translate_vocab else runners:
-            size = self.engine.runners[runner].model.spec.vocab_size
-            if size < self._num_tokens:
+            if self._lacks_tokens(runner):
+                size = self.engine.runners[runner].model.spec.vocab_size
+                count = min(self.tokenizer.vocab_size, self.model.spec.vocab_size)
                 raise UnsupportedCombinationError(
                     f"decoder {name!r} needs a {runner} model with the target's vocabulary: it has"
-                    f" {size} tokens, the target {self._num_tokens}"
+                    f" {size} tokens, the target {count}"
                 )
         if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
             raise UnsupportedCombinationError(
@@ -198,7 +200,7 @@ class Resources:
             and (spec.architecture != CHIMERA or needs.drafts_trigrams)
             and (
                 needs.can_translate_vocab
-                or (spec.vocab_size >= self._num_tokens and self.shares_vocabulary(runner))
+                or (not self._lacks_tokens(runner) and self.shares_vocabulary(runner))
             )
         )
 
