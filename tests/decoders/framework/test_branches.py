@@ -22,11 +22,12 @@ METHODS = [
 ]
 
 
-def _texts(llm: LLM, decoder: str, preempted_after: int | None = None) -> list[list[int]]:
+def _texts(
+    llm: LLM, decoder: str, preempted_after: int | None = None, **options: Any
+) -> list[list[int]]:
     """The texts of a request, which is preempted after some steps."""
-    request = llm.request(
-        "the cat sat on the", decoder=decoder, max_tokens=40, temperature=0.8, seed=3, n=1
-    )
+    given = {"temperature": 0.8, "seed": 3, "n": 1, **options}
+    request = llm.request("the cat sat on the", decoder=decoder, max_tokens=40, **given)
     llm.start(request, background=False)
     for step in range(10_000):
         if step == preempted_after:
@@ -73,3 +74,21 @@ def test_branches_that_share_nothing_need_more(
         monkeypatch.setattr(module, "share_prefixes", _nothing)
     with _open(peak) as llm, pytest.raises(OutOfMemoryError):
         _texts(llm, decoder, num_steps - 2)
+
+
+@pytest.mark.parametrize("decoder", ["a-star:k=3,step_tokens=8,expansions=6", "best-of-n:n=3"])
+def test_samplers_that_learn_from_logits_keep_what_they_have_learned(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong twin: after a restart the tokens are appended without the logits that mirostat has
+    learned from."""
+
+    def found(step: int | None) -> list[list[int]]:
+        with _open() as llm:
+            return _texts(llm, decoder, step, mirostat=2, mirostat_tau=2.0, temperature=1.5)
+
+    expected = found(None)
+    assert [found(step) for step in (12, 25)] == [expected] * 2
+    forget = property(lambda rollout: None, lambda rollout, sampler: None)
+    monkeypatch.setattr(rollouts.Rollout, "sampler", forget)
+    assert [found(step) for step in (12, 25)] != [expected] * 2

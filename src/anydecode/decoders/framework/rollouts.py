@@ -40,6 +40,8 @@ class Rollout:
         start: The number of tokens before its current step.
         start_text: The number of characters before its current step.
         temperature: The temperature of its next tokens; None for that of its group.
+        sampler: The sampler behind its tokens, if it has learned from their logits, which a restart
+            does not compute again.
     """
 
     noise: Noise
@@ -50,6 +52,7 @@ class Rollout:
     start: int = 0
     start_text: int = 0
     temperature: float | None = None
+    sampler: Sampler | None = None
 
     @property
     def finished(self) -> bool:
@@ -260,6 +263,8 @@ class Rollouts:
         added = rollout.tokens[len(branch.tokens) - len(sequence.tokens) :]
         for token in added:
             branch.append(token)
+        if added and rollout.sampler is not None:
+            branch.sampler = rollout.sampler.fork()
         stop_checker = cast(TextStopChecker, origin.stop_checker).fork()
         _, reason = stop_checker.push(added)
         rollout.finish_reason = rollout.finish_reason or reason
@@ -285,6 +290,8 @@ class Rollouts:
         if branch.compute_logprobs is not None:
             rollout.logprobs.append(branch.logprobs[-1])
         rollout.finish_reason = branch.finish_reason
+        if branch.sampler.learns_from_logits:
+            rollout.sampler = branch.sampler.fork()
 
 
 @dataclass(frozen=True)
