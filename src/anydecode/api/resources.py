@@ -159,6 +159,11 @@ class Resources:
                     f"decoder {name!r} edits the {runner} model's key-value cache, which a model"
                     " with recurrent layers, or with entries of several positions, does not allow"
                 )
+        if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
+            raise UnsupportedCombinationError(
+                f"decoder {name!r} needs a draft model with the target's vocabulary; with another"
+                " one 'omnidraft' translates drafts, and 'anchored:unit=byte' works on bytes"
+            )
         for runner in () if needs.can_translate_vocab else runners:
             if self._lacks_tokens(runner):
                 size = self.engine.runners[runner].model.spec.vocab_size
@@ -167,11 +172,6 @@ class Resources:
                     f"decoder {name!r} needs a {runner} model with the target's vocabulary: it has"
                     f" {size} tokens, the target {count}"
                 )
-        if not needs.can_translate_vocab and not all(map(self.shares_vocabulary, runners)):
-            raise UnsupportedCombinationError(
-                f"decoder {name!r} needs a draft model with the target's vocabulary; with another"
-                " one 'omnidraft' translates drafts, and 'anchored:unit=byte' works on bytes"
-            )
 
     @cached_property
     def geometry(self) -> Geometry:
