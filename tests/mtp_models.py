@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anydecode import LLM
 from anydecode.models.checkpoint import Checkpoint
 from anydecode.models.drafters import drafter_model
@@ -12,11 +14,35 @@ from anydecode.models.scripted import ByteTokenizer
 from anydecode.models.transformer import Transformer
 
 
-def mtp_llm(checkpoint: Checkpoint) -> LLM:
+def mtp_llm(checkpoint: Checkpoint, backend: str | None = None) -> LLM:
     """The model of a checkpoint, with its module as the draft model."""
     network = load_network(checkpoint)
-    target = Transformer(network, name="tiny", executor=choose_executor(None, 1))
+    target = Transformer(network, name="tiny", executor=choose_executor(backend, 1))
     packer = getattr(target.executor, "packer", None)
     module = load_mtp(checkpoint, network)
-    draft = drafter_model(module, name="mtp", executor=choose_executor(None, 1, packer=packer))
+    draft = drafter_model(module, name="mtp", executor=choose_executor(backend, 1, packer=packer))
     return LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=512)
+
+
+def assert_module_drafts(
+    llm: LLM, prompt: list[int], chain: Callable[[list[int], int], list[int]], more_than: int = 3
+) -> None:
+    """Asserts that texts with drafts of the model's module are those of plain decoding, and that
+    the drafts of more than so many rounds are `chain(text, count)`: what another forward pass
+    drafts behind a text."""
+    for temperature in (0.7, 0.0):
+        plain, drafted = (
+            llm.generate(
+                prompt, decoder=key, max_tokens=16, temperature=temperature, seed=1,
+                ignore_eos=True, trace=True,
+            )
+            for key in ("autoregressive", "mtp")
+        )  # fmt: skip
+        assert drafted.tokens == plain.tokens
+    llm.engine.check_integrity()
+    rounds = [event for event in drafted.trace or () if event["drafted"]]
+    assert len(rounds) > more_than
+    text = prompt + drafted.tokens
+    for event in rounds:
+        expected = chain(text[: event["position"]], len(event["drafted"]))
+        assert event["drafted"] == expected

@@ -29,7 +29,7 @@ from anydecode.models.network import Network
 from anydecode.models.spec import StateSpec
 from anydecode.scoring.draft_states import DraftStates
 from draft_folders import changed, drafter_folder, set_keys, target_folder, tensor, without
-from mtp_models import mtp_llm
+from mtp_models import assert_module_drafts, mtp_llm
 from parity_cases import parity_module
 from tiny_models import LATENT_SIZES, LONGCAT_SIZES, checkpoint_of, hf_model, with_fused_qkv
 
@@ -341,21 +341,8 @@ def test_drafts_are_those_of_a_forward_pass_in_torch(case: str) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     reference = _Reference(case, own_head=case in ("glm 4.5", "step 3.5"))
-    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True}
     with mtp_llm(reference.checkpoint()) as llm:
-        for temperature in (0.7, 0.0):
-            plain, drafted = (
-                llm.generate(PROMPT, decoder=key, temperature=temperature, seed=1, **options)
-                for key in ("autoregressive", "mtp")
-            )
-            assert drafted.tokens == plain.tokens
-        llm.engine.check_integrity()
-    text = PROMPT + drafted.tokens
-    rounds = [event for event in drafted.trace or () if event["drafted"]]
-    assert len(rounds) > 5
-    for event in rounds:
-        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
-        assert event["drafted"] == expected
+        assert_module_drafts(llm, PROMPT, reference.chain, more_than=5)
 
 
 def test_states_after_the_norm_are_noticed_in_mimo_v2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from anydecode.models.loading.deepseek import to_hf_layout
 from anydecode.models.mtp import load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
-from mtp_models import mtp_llm
+from mtp_models import assert_module_drafts, mtp_llm
 from parity_cases import parity_module
 from tiny_models import (
     built,
@@ -388,22 +388,8 @@ def reference() -> _WithModule:
 
 
 def test_the_module_drafts_as_a_forward_pass_does(reference: _WithModule) -> None:
-    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "trace": True, "seed": 1}
-    prompt = TOKENS[:9]
     with mtp_llm(reference.checkpoint()) as llm:
-        for temperature in (0.7, 0.0):
-            plain, drafted = (
-                llm.generate(prompt, decoder=key, temperature=temperature, **options)
-                for key in ("autoregressive", "mtp")
-            )
-            assert drafted.tokens == plain.tokens
-        llm.engine.check_integrity()
-    rounds = [event for event in drafted.trace or () if event["drafted"]]
-    assert len(rounds) > 3
-    text = prompt + drafted.tokens
-    for event in rounds:
-        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
-        assert event["drafted"] == expected
+        assert_module_drafts(llm, TOKENS[:9], reference.chain)
 
 
 def test_the_published_names_of_the_module(reference: _WithModule) -> None:

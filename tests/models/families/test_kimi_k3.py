@@ -26,6 +26,7 @@ from kimi_k3_models import (
     kimi_k3_tensors,
 )
 from llama_cpp_logits import llama_cpp_logits
+from mtp_models import assert_module_drafts
 from tiny_models import built, chain, greedy, logits
 
 TEXT = [(7 * i + 3) % 131 for i in range(24)]
@@ -105,20 +106,8 @@ def test_the_module_drafts_as_a_forward_pass_does(tmp_path: Path, place: str) ->
     if place == "alone":
         draft, stored = write_folder(tmp_path / "draft", module, **config), model
     folder = write_folder(tmp_path, stored, **config)
-    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "seed": 1}
     with LLM(folder, draft=draft, tokenizer=ByteTokenizer()) as llm:
-        for temperature in (0.7, 0.0):
-            plain, drafted = (
-                llm.generate(TEXT, decoder=key, temperature=temperature, trace=True, **options)
-                for key in ("autoregressive", "mtp")
-            )
-            assert drafted.tokens == plain.tokens
-    rounds = [event for event in drafted.trace or () if event["drafted"]]
-    assert len(rounds) > 3
-    reference, text = KimiK3({**model, **module}), TEXT + drafted.tokens
-    for event in rounds:
-        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
-        assert event["drafted"] == expected
+        assert_module_drafts(llm, TEXT, KimiK3({**model, **module}).chain)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from anydecode import LLM
 from anydecode.errors import CheckpointError
 from anydecode.kernels.interface import NgramHash, OutputSpec
 from anydecode.kernels.library import load_library
 from anydecode.models.checkpoint import Checkpoint
-from anydecode.models.drafters import drafter_model
 from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.loading import load_checkpoint
-from anydecode.models.mtp import load_mtp
 from anydecode.models.opening import choose_executor
-from anydecode.models.scripted import ByteTokenizer
-from anydecode.models.transformer import Transformer
 from gguf_models import write_folder
+from mtp_models import assert_module_drafts, mtp_llm
 from parity_cases import parity_module
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits, whole
 
@@ -160,29 +156,8 @@ def test_the_module_drafts_as_a_forward_pass_does(backend: str) -> None:
     if backend == "native" and load_library() is None:
         pytest.skip("there are no compiled kernels")
     reference = _WithModule()
-    checkpoint, options = reference.checkpoint(), {"max_tokens": 12, "ignore_eos": True}
-    network = load_network(checkpoint)
-    target = Transformer(network, name="tiny", executor=choose_executor(backend, 1))
-    packer = getattr(target.executor, "packer", None)
-    module = load_mtp(checkpoint, network)
-    draft = drafter_model(module, name="mtp", executor=choose_executor(backend, 1, packer=packer))
-    prompt = TOKENS[:9]
-    with LLM(target, tokenizer=ByteTokenizer(), draft=draft, cache_positions=512) as llm:
-        for temperature in (0.7, 0.0):
-            plain, drafted = (
-                llm.generate(
-                    prompt, decoder=key, temperature=temperature, seed=1, trace=True, **options
-                )
-                for key in ("autoregressive", "mtp")
-            )
-            assert drafted.tokens == plain.tokens
-        llm.engine.check_integrity()
-    rounds = [event for event in drafted.trace or () if event["drafted"]]
-    assert len(rounds) > 3
-    text = prompt + drafted.tokens
-    for event in rounds:
-        expected = reference.chain(text[: event["position"]], len(event["drafted"]))
-        assert event["drafted"] == expected
+    with mtp_llm(reference.checkpoint(), backend) as llm:
+        assert_module_drafts(llm, TOKENS[:9], reference.chain)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
