@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from anydecode import LLM
 from anydecode.models.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ def assert_module_drafts(
 ) -> None:
     """Asserts that texts with drafts of the model's module are those of plain decoding, and that
     the drafts of more than so many rounds are `chain(text, count)`: what another forward pass
-    drafts behind a text."""
+    drafts after a text."""
     for temperature in (0.7, 0.0):
         plain, drafted = (
             llm.generate(
@@ -46,3 +47,25 @@ def assert_module_drafts(
     for event in rounds:
         expected = chain(text[: event["position"]], len(event["drafted"]))
         assert event["drafted"] == expected
+
+
+def last_streams(part: Any, merge: Any, inputs: Any = None, **given: Any) -> tuple[Any, Any]:
+    """Of a model of `transformers` with several streams: those after the last layer, which its
+    module `merge` reads, and the states after the final norm.
+
+    Args:
+        part: The model without its head.
+        merge: What reads the streams.
+        inputs: Streams in place of those before the first layer.
+        given: The arguments of `part`.
+    """
+    before: list[Any] = []
+    hooks = [merge.register_forward_pre_hook(lambda _, found: before.append(found[0]))]
+    if inputs is not None:
+        hooks.append(
+            part.layers[0].register_forward_pre_hook(lambda _, found: (inputs[None], *found[1:]))
+        )
+    mixed = part(**given).last_hidden_state
+    for hook in hooks:
+        hook.remove()
+    return before[0][0], mixed[0]

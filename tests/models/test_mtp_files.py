@@ -264,7 +264,7 @@ class _Reference:
         return Checkpoint("tiny", Path("tiny"), whole.config, tensors)
 
     def chain(self, text: list[int], count: int) -> list[int]:
-        """The `count` most probable tokens behind `text`, one after the other."""
+        """The `count` most probable tokens after `text`, in order."""
         import torch
 
         is_raw = self.layout.startswith(

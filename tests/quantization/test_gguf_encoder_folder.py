@@ -21,6 +21,7 @@ from tokenizers import (
     trainers,
 )
 
+import gguf_encoders
 from anydecode import LLM
 from anydecode.cli import main
 from anydecode.errors import CheckpointError
@@ -38,17 +39,7 @@ TOKENS = [2, *(int(token) for token in np.random.default_rng(0).integers(5, 57, 
 PACKED_ERROR = 0.1
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 ROBERTA = {**SIZES, "pad_token_id": 1, "type_vocab_size": 1}
-MODERN: dict[str, Any] = {
-    **SIZES,
-    "local_attention": 12,
-    "global_attn_every_n_layers": 3,
-    "num_hidden_layers": 5,
-    "norm_eps": 1e-5,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-    },
-}
+MODERN: dict[str, Any] = {**SIZES, **gguf_encoders.CASES["modernbert"].settings}
 
 
 @dataclass

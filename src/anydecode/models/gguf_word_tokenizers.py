@@ -33,24 +33,22 @@ _DOUBLED = "</s>"
 def plain_words(tokens: list[str], types: list[int]) -> list[str]:
     """The texts of a WordPiece vocabulary as BERT writes them: files mark the start of a word, BERT
     marks the other parts."""
-    return [
-        token
-        if kind == _CONTROL
-        else token[len(_SPACE) :]
-        if token.startswith(_SPACE)
-        else _CONTINUED + token
-        for token, kind in zip(tokens, types, strict=True)
-    ]
+    return _marked_otherwise(tokens, types, _SPACE, _CONTINUED)
 
 
 def marked_words(tokens: list[str], types: list[int]) -> list[str]:
     """The reverse of `plain_words`: the texts of a WordPiece vocabulary as files have them."""
+    return _marked_otherwise(tokens, types, _CONTINUED, _SPACE)
+
+
+def _marked_otherwise(tokens: list[str], types: list[int], mark: str, other: str) -> list[str]:
+    """The texts without `mark` where they have it, and with `other` where they have not."""
     return [
         token
         if kind == _CONTROL
-        else token[len(_CONTINUED) :]
-        if token.startswith(_CONTINUED)
-        else _SPACE + token
+        else token[len(mark) :]
+        if token.startswith(mark)
+        else other + token
         for token, kind in zip(tokens, types, strict=True)
     ]
 

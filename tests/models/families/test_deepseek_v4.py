@@ -22,7 +22,7 @@ from anydecode.models.loading.deepseek import to_hf_layout
 from anydecode.models.mtp import load_mtp
 from anydecode.models.opening import choose_executor
 from anydecode.models.transformer import Transformer
-from mtp_models import assert_module_drafts, mtp_llm
+from mtp_models import assert_module_drafts, last_streams, mtp_llm
 from parity_cases import parity_module
 from tiny_models import (
     built,
@@ -343,7 +343,7 @@ class _WithModule:
         return replace(stored, tensors={**stored.tensors, **own})
 
     def chain(self, text: list[int], count: int) -> list[int]:
-        """The `count` most probable tokens behind `text`, one after the other."""
+        """The `count` most probable tokens after `text`, in order."""
         import torch
 
         with torch.inference_mode():
@@ -366,18 +366,7 @@ class _WithModule:
 
 
 def _streams(part: Any, inputs: Any = None, **given: Any) -> tuple[Any, Any]:
-    """The streams after the last layer, and what is read of them; `inputs` replace the streams
-    before the first."""
-    before: list[Any] = []
-    hooks = [part.hc_head.register_forward_pre_hook(lambda _, found: before.append(found[0]))]
-    if inputs is not None:
-        hooks.append(
-            part.layers[0].register_forward_pre_hook(lambda _, found: (inputs[None], *found[1:]))
-        )
-    mixed = part(**given).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    return before[0][0], mixed[0]
+    return last_streams(part, part.hc_head, inputs, **given)
 
 
 @pytest.fixture(scope="module")

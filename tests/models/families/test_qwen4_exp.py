@@ -17,7 +17,7 @@ from anydecode.models.families import load_network, spec_from_config
 from anydecode.models.loading import load_checkpoint
 from anydecode.models.opening import choose_executor
 from gguf_models import write_folder
-from mtp_models import assert_module_drafts, mtp_llm
+from mtp_models import assert_module_drafts, last_streams, mtp_llm
 from parity_cases import parity_module
 from tiny_models import built, chain, checkpoint_of, hf_logits, hf_model, logits, whole
 
@@ -109,7 +109,7 @@ class _WithModule:
         return Checkpoint("tiny", Path("tiny"), whole.config, {**whole.tensors, **own})
 
     def chain(self, text: list[int], count: int) -> list[int]:
-        """The `count` most probable tokens behind `text`, one after the other."""
+        """The `count` most probable tokens after `text`, in order."""
         import torch
 
         with torch.inference_mode():
@@ -134,19 +134,7 @@ class _WithModule:
 
 
 def _streams(part: Any, inputs: Any = None, **given: Any) -> tuple[Any, Any]:
-    """The streams after the last layer, and what is read of them; `inputs` replace the streams
-    before the first."""
-    before: list[Any] = []
-    mixer = part.hyper_connection_mixer
-    hooks = [mixer.register_forward_pre_hook(lambda _, found: before.append(found[0]))]
-    if inputs is not None:
-        hooks.append(
-            part.layers[0].register_forward_pre_hook(lambda _, found: (inputs[None], *found[1:]))
-        )
-    mixed = part(**given).last_hidden_state
-    for hook in hooks:
-        hook.remove()
-    return before[0][0], mixed[0]
+    return last_streams(part, part.hyper_connection_mixer, inputs, **given)
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
