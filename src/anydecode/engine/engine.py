@@ -80,8 +80,8 @@ class Job:
         restarted: Number of tokens, and whether no other job ran, when the job last started again
             because it had filled the memory alone.
         is_long: Whether its decoder was suspended when it was last resumed.
-        gives_way_to: The score request of another job that it was preempted for, while that has no
-            slots.
+        gives_way_to: The score request of another job that it was preempted for, until it is
+            admitted again.
     """
 
     sequence: Sequence
@@ -170,6 +170,8 @@ class Engine:
         self._committing = False
         self._threads: ThreadPoolExecutor | None = None
         self._owners: dict[ScoreRequest, Job] = {}
+        #: Those that jobs were preempted for, while they have no slots.
+        self._starved: set[ScoreRequest] = set()
         self._calls: RunningCalls[Job] = RunningCalls()
         self._announced: list[int] = []
         #: Passes that have ended; completed requests whose jobs have not got their scores; those of
@@ -331,9 +333,10 @@ class Engine:
         while self.waiting and len(self.running) < self.max_running:
             index = self._target_schedule.next_job([job.sequence for job in self.waiting])
             job = self.waiting[index]
-            if self.running and (job.gives_way_to in self._owners or not self._has_room(job)):
+            if self.running and (job.gives_way_to in self._starved or not self._has_room(job)):
                 return
             del self.waiting[index]
+            job.gives_way_to = None
             self._target_schedule.admitted(job.sequence)
             self.running.append(job)
             try:
@@ -371,11 +374,8 @@ class Engine:
         if plan is None:
             self._end_failed(runner)
             return
-        if self.waiting:
-            served = {request for request, _, _ in plan.scheduled}
-            for job in self.waiting:
-                if job.gives_way_to in served:
-                    job.gives_way_to = None
+        if self._starved:
+            self._starved.difference_update(request for request, _, _ in plan.scheduled)
         if runner.name == TARGET:
             for request, _, _ in plan.scheduled:
                 try:
@@ -677,6 +677,7 @@ class Engine:
 
     def _remove(self, job: Job, request: ScoreRequest) -> None:
         self._owners.pop(request, None)
+        self._starved.discard(request)
         job.tickets.pop(request, None)
         self.runners[request.runner].drop(request)
 
@@ -758,6 +759,7 @@ class Engine:
                 return False
             self.preempt(victim)
             victim.gives_way_to = request
+            self._starved.add(request)
             return True
         if planned or self._in_flight:
             return False
